@@ -1,0 +1,32 @@
+"""Plans how a PyTorch model is sharded over a mesh of GPUs, in bf16 and float8, with a proof of how good the plan is."""
+
+from .api import AutoParallel
+from .cost_models import DeviceProfile, Topology
+from .errors import (
+    AutoParallelError,
+    CaptureError,
+    CostError,
+    InfeasibleError,
+    PlanError,
+    ProblemError,
+    RuleError,
+    SolveError,
+    UsageError,
+)
+from .plan import Plan
+
+__all__ = [
+    "AutoParallel",
+    "AutoParallelError",
+    "CaptureError",
+    "CostError",
+    "DeviceProfile",
+    "InfeasibleError",
+    "Plan",
+    "PlanError",
+    "ProblemError",
+    "RuleError",
+    "SolveError",
+    "Topology",
+    "UsageError",
+]

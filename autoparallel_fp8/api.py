@@ -1,0 +1,375 @@
+"""The public entry: `AutoParallel(model, mesh).optimize()`. Reading `optimize` is reading the library.
+
+    capture -> expand (rules) -> price (costs) -> formulate (problem) -> solve (with presolve) -> assemble (plan)
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from .assemble import Request, assemble, dtype_name
+from .capture import capture
+from .constraints import Constraints, Wanted, restrictions
+from .cost_models import DeviceProfile, Optimizer, Pricing, Topology, default_device, load_device, require_recipe
+from .errors import InfeasibleError, SolveError, UsageError
+from .explain import Explainer
+from .formulate import formulate
+from .graph import Graph
+from .inputs import default_inputs
+from .memory import GIB, activation_terms, memory_row
+from .mesh import Mesh, parse_mesh
+from .options import Space, expand
+from .plan import Plan
+from .problem import Array, Problem, Row, Solution, row_value
+from .recipes import RECIPES
+from .solve import min_row, solve
+from .structure import Structure, structure
+
+Progress = Callable[[str], None]
+
+
+@dataclass
+class Settings:
+    """How to plan; every field is an argument of `AutoParallel` of the same name."""
+
+    recipe: str | None
+    device: DeviceProfile
+    mixed_precision: Any
+    recompute: str
+    scale_scope: str
+    memory_limit: int
+    optimizer: Optimizer
+    strict: bool
+    loss: str | None
+    topology: Topology
+    time_limit: float | None
+    notes: list[str] = field(default_factory=list)
+
+    def recorded(self) -> dict[str, Any]:
+        """What a plan file says of them."""
+        policy = self.mixed_precision
+        names = ("param_dtype", "reduce_dtype", "output_dtype")
+        dtypes = {name: getattr(policy, name) for name in names if policy is not None and getattr(policy, name, None)}
+        return {
+            "mixed_precision": {name: dtype_name(dtype) for name, dtype in dtypes.items()} or None,
+            "recompute": self.recompute,
+            "scale_scope": self.scale_scope,
+            "loss": self.loss,
+            "optimizer_state_bytes": self.optimizer.state_bytes,
+            "hidden_share": self.device.hidden_share,
+        }
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything between the graph and the solver, for one planner."""
+
+    space: Space
+    shape: Structure
+    pricing: Pricing
+    costs: list[Array]
+
+
+class AutoParallel:
+    """Plans how a model is sharded over a mesh.
+
+    >>> from autoparallel_fp8 import AutoParallel
+    >>> from autoparallel_fp8.models.presets import build
+    >>> plan = AutoParallel(build("llama3-debug", num_layers=1), "dp=2,tp=2", recipe="rowwise", device="H100").optimize()
+    >>> plan.status
+    'optimal'
+
+    Args:
+        model: any module, on any device (the meta device too); it is only read.
+        mesh: a torch DeviceMesh, or "dp=8,tp=8", or {"dp": 8, "tp": 8}; the last axis is the innermost.
+        inputs: example inputs with their *global* shapes, real or meta. Without them a Hugging Face model gets token ids
+            [batch, seq], another model its `example_inputs`.
+        kwargs: keyword inputs.
+        recipe: None (the model as it is), "tensorwise", "rowwise", "rowwise_with_gw_hp".
+        device: a profile's name or a `DeviceProfile`; by default the CUDA device at hand, else H100.
+        batch, seq: of the made-up token ids; by default twice the first axis, and min(8192, the model's maximum).
+        loss: "auto" puts cross-entropy into the graph of a causal language model; None leaves it out.
+        mixed_precision: torch's MixedPrecisionPolicy.
+        recompute: "none"; "selective" and "full" are not planned yet.
+        scale_scope: "local" lets activations and gradients carry one float8 scale a shard; "global" does not.
+        memory_limit: bytes a device, or "64 GiB"; by default the device's.
+        optimizer: bytes of state a parameter element; by default AdamW's.
+        strict: an op without a rule is an error instead of replicated.
+        topology: GPUs a node and network rate, where they differ from the profile's.
+        time_limit: seconds for the solver; at the limit the best plan comes with its gap.
+        progress: called with a line of text when a stage begins or ends.
+
+    Raises:
+        UsageError: an argument is wrong; the message names it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Any,
+        *,
+        inputs: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        recipe: str | None = None,
+        device: str | DeviceProfile | None = None,
+        batch: int | None = None,
+        seq: int | None = None,
+        loss: str | None = "auto",
+        mixed_precision: Any = None,
+        recompute: str = "none",
+        scale_scope: str = "local",
+        memory_limit: float | str | None = None,
+        optimizer: float | None = None,
+        strict: bool = False,
+        topology: Topology | None = None,
+        time_limit: float | None = None,
+        progress: Progress | None = None,
+        name: str | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"the model is a {type(model).__name__}, not an nn.Module", at="model")
+        self.model = model
+        self.mesh: Mesh = parse_mesh(mesh)
+        profile, note = (load_device(device), "") if device is not None else default_device()
+        _check_choice("recipe", recipe, (None, *RECIPES))
+        _check_choice("scale_scope", scale_scope, ("local", "global"))
+        _check_choice("recompute", recompute, ("none",))
+        require_recipe(profile, recipe)
+        self.settings = Settings(
+            recipe=recipe,
+            device=profile,
+            mixed_precision=mixed_precision,
+            recompute=recompute,
+            scale_scope=scale_scope,
+            memory_limit=parse_bytes(memory_limit, profile.memory_bytes),
+            optimizer=Optimizer(_check_number("optimizer", optimizer)),
+            strict=strict,
+            loss=loss,
+            topology=topology or Topology(),
+            time_limit=_check_number("time_limit", time_limit),
+            notes=[note] if note else [],
+        )
+        self.name = name or type(model).__name__
+        self.inputs, self.kwargs = default_inputs(model, self.mesh, inputs, kwargs, batch, seq)
+        self.constraints = Constraints()
+        self._say: Progress = progress or (lambda text: None)
+        self._graph: Graph | None = None
+        self._prepared: Prepared | None = None
+
+    # ---- constraints ----
+
+    def pin(self, pattern: str, placement: Wanted) -> AutoParallel:
+        """Pin parameters by name or glob to a placement, `"R, S(0)"` in mesh order; None takes the pin back."""
+        self.constraints = self.constraints.pin(pattern, placement)
+        return self
+
+    def add_node_constraint(self, node: str, placement: Wanted) -> AutoParallel:
+        """Pin the result of an op (name or glob, as `plan.nodes` has it); None takes it back."""
+        self.constraints = self.constraints.node(node, placement)
+        return self
+
+    def add_input_constraints(self, placements: Sequence[Wanted]) -> AutoParallel:
+        """One placement for each input, None where free."""
+        self.constraints = self.constraints.with_inputs(placements)
+        return self
+
+    def add_output_constraints(self, placements: Sequence[Wanted]) -> AutoParallel:
+        """One placement for each output, None where free."""
+        self.constraints = self.constraints.with_outputs(placements)
+        return self
+
+    def add_parameter_memory_constraint(self, low: float | None = None, high: float | None = None) -> AutoParallel:
+        """Bounds for the share of every parameter that one rank holds; by default 0 to 1 / number of devices.
+
+        A parameter that cannot be split so finely is held to its own best.
+        """
+        least = 0.0 if low is None else low
+        largest = 1.0 / self.mesh.num_devices if high is None else high
+        self.constraints = self.constraints.with_budget(least, largest)
+        return self
+
+    # ---- planning ----
+
+    def optimize(self) -> Plan:
+        """The fastest plan that fits, with its proof.
+
+        Raises:
+            CaptureError, RuleError, CostError: a stage cannot handle the model; the message says where.
+            InfeasibleError: nothing satisfies memory limit and constraints together; the message names them.
+            SolveError: no plan was found in the time limit.
+        """
+        prepared = self._prepare()
+        problem, solution = self._solve(prepared, self.constraints)
+        self._say("plan: assembling")
+        plan = assemble(self._request(), prepared.pricing, prepared.costs, solution)
+        explainer = Explainer(prepared.space, prepared.shape, problem, solution)
+        return replace(plan, explain_with=explainer.explain)
+
+    def score(self, placements: Mapping[str, Wanted]) -> Plan:
+        """The best plan in which these parameters lie as written; what is not named is chosen.
+
+        Args:
+            placements: parameter name or glob -> placement.
+        """
+        prepared = self._prepare()
+        wanted = self.constraints
+        for pattern, placement in placements.items():
+            wanted = wanted.pin(pattern, placement)
+        _, solution = self._solve(prepared, wanted)
+        return assemble(self._request(), prepared.pricing, prepared.costs, solution)
+
+    def finish_progress(self) -> None:
+        """Ends a progress line, where the progress function has one."""
+        finish = getattr(self._say, "finish", None)
+        if finish is not None:
+            finish()
+
+    def graph(self) -> Graph:
+        """The captured graph, made once."""
+        if self._graph is None:
+            with _stage(self._say, "capture"):
+                self._graph = capture(
+                    self.model,
+                    self.inputs,
+                    kwargs=self.kwargs,
+                    recipe=self.settings.recipe,
+                    loss=self.settings.loss,
+                    mixed_precision=self.settings.mixed_precision,
+                )
+        return self._graph
+
+    def _prepare(self) -> Prepared:
+        if self._prepared is None:
+            graph, settings = self.graph(), self.settings
+            with _stage(self._say, "rules"):
+                space = expand(
+                    graph,
+                    self.mesh,
+                    architecture=settings.device.architecture,
+                    scale_scope=settings.scale_scope,
+                    strict=settings.strict,
+                )
+                shape = structure(space)
+            with _stage(self._say, "costs"):
+                pricing = Pricing(space, shape, settings.device, settings.topology, settings.optimizer)
+                costs = pricing.costs()
+            self._prepared = Prepared(space, shape, pricing, costs)
+        return self._prepared
+
+    def _solve(self, prepared: Prepared, wanted: Constraints) -> tuple[Problem, Solution]:
+        with _stage(self._say, "problem"):
+            limits = restrictions(wanted, prepared.space, prepared.shape)
+            row = memory_row(prepared.pricing, self.settings.memory_limit)
+            problem = formulate(prepared.shape, prepared.costs, prepared.pricing.table, (row,), limits)
+        with _stage(self._say, "solve"):
+            solution = self._search(problem, row)
+            terms = activation_terms(prepared.pricing)
+            held = row_value(row, solution.choices)
+            kept = sum(float(c[solution.choices[v]]) for v, c in terms.items())
+            if held + kept > row.limit:
+                self._say(f"solve: kept activations of {kept / GIB:.1f} GiB do not fit: priced as well")
+                merged = {v: row.terms.get(v, 0.0) + terms.get(v, 0.0) for v in {**row.terms, **terms}}
+                row = Row(row.name, row.limit, merged)
+                problem = replace(problem, rows=(row,))
+                solution = self._search(problem, row)
+        return problem, solution
+
+    def _search(self, problem: Problem, row: Row) -> Solution:
+        solution = solve(problem, time_limit=self.settings.time_limit, progress=self._say)
+        if solution.status == "infeasible":
+            raise self._infeasible(problem, row, solution)
+        if not solution.choices:
+            raise SolveError(
+                "no plan was found in the time limit", at=f"time_limit {self.settings.time_limit} s", do="give more time"
+            )
+        return solution
+
+    def _infeasible(self, problem: Problem, row: Row, solution: Solution) -> InfeasibleError:
+        names = ", ".join(solution.conflict) or "the options of the ops themselves"
+        if row.name in solution.conflict:
+            least = min_row(problem, row.name)
+            if math.isfinite(least):
+                pins = [name for name in solution.conflict if name != row.name]
+                return InfeasibleError(
+                    f"no plan fits in {row.limit / GIB:.2f} GiB a device; the smallest needs {least / GIB:.2f} GiB",
+                    at=f"mesh {self.mesh}, device {self.settings.device.name}" + (f"; with {', '.join(pins)}" if pins else ""),
+                    do=f"set memory_limit to {least / GIB:.2f} GiB or more, add devices to the mesh, or drop pins",
+                )
+        return InfeasibleError(
+            f"these cannot hold together: {names}", at=f"mesh {self.mesh}", do="take one of them back or change it"
+        )
+
+    def _request(self) -> Request:
+        described = {f"inputs[{i}]": _describe(x) for i, x in enumerate(self.inputs)}
+        described |= {key: _describe(x) for key, x in self.kwargs.items()}
+        settings = self.settings
+        return Request(
+            self.name, settings.recipe, described, settings.recorded(), settings.memory_limit, tuple(settings.notes)
+        )
+
+
+def parse_bytes(value: float | str | None, default: int) -> int:
+    """Bytes from a number, or from text such as "64 GiB", "80GB", "1.5e10"; the default for None.
+
+    Raises:
+        UsageError: no number above 0.
+    """
+    if value is None:
+        return default
+    units = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+    text = str(value).strip()
+    number = text.rstrip("BKMGTIbkmgti ")
+    try:
+        count = float(number) * units[text[len(number) :].strip().upper()]
+    except (ValueError, KeyError):
+        count = -1.0
+    if not 0 < count < 2**60:
+        raise UsageError(f"memory limit {value!r} is no size above 0", at="memory_limit", do='write bytes, "64 GiB" or "80 GB"')
+    return int(count)
+
+
+def _check_choice(name: str, value: Any, known: tuple[Any, ...]) -> None:
+    if value not in known:
+        words = ", ".join(str(choice) for choice in known)
+        if name == "recompute" and value in ("selective", "full"):
+            raise UsageError(f"recompute={value!r} is not planned yet", at="recompute", do='use recompute="none"')
+        if name == "recipe" and value == "mxfp8":
+            raise UsageError('recipe "mxfp8" is not planned yet', at="recipe", do=f"use one of {words}")
+        raise UsageError(f"{name} is {value!r}", at=name, do=f"use one of {words}")
+
+
+def _check_number(name: str, value: float | None) -> float | None:
+    if value is not None and (not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0):
+        raise UsageError(f"{name} is {value!r}", at=name, do="give a number above 0")
+    return value
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{dtype_name(value.dtype)} {list(value.shape)}"
+    return "None" if value is None else type(value).__name__
+
+
+class _stage:  # noqa: N801  (used as a function)
+    """Says that a stage begins, and how long it took when it ends."""
+
+    def __init__(self, say: Progress, name: str) -> None:
+        self.say, self.name = say, name
+
+    def __enter__(self) -> None:
+        self.started = time.perf_counter()
+        self.say(f"{self.name}: ...")
+
+    def __exit__(self, kind: object, value: object, trace: object) -> None:
+        if kind is None:
+            self.say(f"{self.name}: {time.perf_counter() - self.started:.1f} s")
+
+
+__all__ = ["AutoParallel", "parse_bytes"]

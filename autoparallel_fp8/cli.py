@@ -1,0 +1,222 @@
+"""The command line: `autoparallel-fp8 plan llama3-8b --recipe tensorwise --mesh dp=8,tp=8`.
+
+Exit codes: 0 done, 1 no plan (the model or the constraints do not allow one), 2 wrong usage. Errors are a paragraph on
+stderr, never a traceback. Progress goes to stderr where it is a terminal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from .errors import AutoParallelError, UsageError
+
+if TYPE_CHECKING:
+    from .api import AutoParallel
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            options.run(options)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except AutoParallelError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    """Argparse with errors in this program's form."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"error: {message}\n  do: see `{self.prog} --help`", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="autoparallel-fp8", description="Plan how a PyTorch model is sharded, in bf16 and float8.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+    plan = commands.add_parser("plan", help="make a plan and print it")
+    _add_model_arguments(plan)
+    plan.add_argument("--json", metavar="FILE", help="write plan.json; - for standard output instead of the table")
+    plan.set_defaults(run=_plan)
+    explain = commands.add_parser("explain", help="every alternative of a parameter: its cost, or what forbids it")
+    _add_model_arguments(explain)
+    explain.add_argument("--parameter", metavar="NAME", required=True, help="as the plan has it")
+    explain.set_defaults(run=_explain)
+    devices = commands.add_parser("devices", help="list device profiles, or show one with its sources")
+    devices.add_argument("name", nargs="?", help="one device, with the source of each number")
+    devices.set_defaults(run=_devices)
+    rules = commands.add_parser("rules", help="list the ops that have a rule")
+    rules.set_defaults(run=_rules)
+    return parser
+
+
+def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a preset, a config.json, or package.module:factory")
+    parser.add_argument("--layers", type=int, metavar="N", help="build the model with N layers")
+    parser.add_argument("--recipe", help="tensorwise, rowwise or rowwise_with_gw_hp; without it the model stays as it is")
+    parser.add_argument("--mesh", default="dp=8", help="axes and sizes, outermost first (default: %(default)s)")
+    parser.add_argument("--device", help="a device profile (see `devices`) or a .toml file")
+    parser.add_argument("--batch", type=int, help="global batch (default: twice the first axis)")
+    parser.add_argument("--seq", type=int, help="sequence length (default: min(8192, the model's maximum))")
+    parser.add_argument("--memory-limit", metavar="SIZE", help='a device, such as "64 GiB" (default: the device\'s memory)')
+    parser.add_argument("--recompute", default="none", help="none (default); selective and full are not planned yet")
+    parser.add_argument("--scale-scope", default="local", help="local (default) or global float8 scales")
+    parser.add_argument("--mixed-precision", action="store_true", help="fp32 masters, bf16 compute, fp32 gradient reduction")
+    parser.add_argument("--no-loss", action="store_true", help="leave cross-entropy out of the graph")
+    parser.add_argument("--pin", action="append", default=[], metavar="NAME=PLACEMENT", help='such as "layers.*.wq.weight=R, S(0)"')
+    parser.add_argument("--strict", action="store_true", help="an op without a rule is an error")
+    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="for the solver")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def _planner(options: argparse.Namespace) -> AutoParallel:
+    """The planner that the options describe; whatever is wrong with them fails here, before the work."""
+    from .mesh import parse_mesh
+
+    parse_mesh(options.mesh)
+    if options.layers is not None and options.layers < 1:
+        raise UsageError(f"--layers is {options.layers}", at="--layers", do="give a whole number of 1 or more")
+    pins = [_pin(text) for text in options.pin]
+    from .api import AutoParallel
+    from .models.presets import build
+
+    progress = _Progress(sys.stderr, options.quiet)
+    progress("model: building")
+    model = build(options.model, num_layers=options.layers, dtype=_master_dtype(options))
+    planner = AutoParallel(
+        model,
+        options.mesh,
+        recipe=options.recipe,
+        device=options.device,
+        batch=options.batch,
+        seq=options.seq,
+        loss=None if options.no_loss else "auto",
+        mixed_precision=_policy(options),
+        recompute=options.recompute,
+        scale_scope=options.scale_scope,
+        memory_limit=options.memory_limit,
+        strict=options.strict,
+        time_limit=options.time_limit,
+        progress=progress,
+        name=options.model + (f" ({options.layers} layers)" if options.layers else ""),
+    )
+    for name, placement in pins:
+        planner.pin(name, placement)
+    return planner
+
+
+def _master_dtype(options: argparse.Namespace) -> Any:
+    import torch
+
+    return torch.float32 if options.mixed_precision else torch.bfloat16
+
+
+def _policy(options: argparse.Namespace) -> Any:
+    if not options.mixed_precision:
+        return None
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def _pin(text: str) -> tuple[str, str]:
+    name, equals, placement = text.partition("=")
+    if not equals or not name.strip() or not placement.strip():
+        raise UsageError(f"--pin {text!r} has no placement", at="--pin", do='write NAME=PLACEMENT, such as "lm_head.weight=R, S(0)"')
+    return name.strip(), placement.strip()
+
+
+def _plan(options: argparse.Namespace) -> None:
+    from .plan import check_writable
+
+    if options.json and options.json != "-":
+        check_writable(options.json)
+    planner = _planner(options)
+    plan = planner.optimize()
+    planner.finish_progress()
+    if options.json == "-":
+        sys.stdout.write(plan.to_json())
+        return
+    print(plan)
+    if options.json:
+        plan.save(options.json)
+
+
+def _explain(options: argparse.Namespace) -> None:
+    planner = _planner(options)
+    explanation = planner.optimize().explain(options.parameter)
+    planner.finish_progress()
+    print(explanation)
+
+
+def _devices(options: argparse.Namespace) -> None:
+    from .cost_models import device_names, load_device
+    from .report.text import format_table
+
+    if options.name:
+        profile = load_device(options.name)
+        rows = [("number", "source")] + [(key, source) for key, source in profile.sources.items()]
+        print(f"{profile.name} ({profile.vendor}, {profile.architecture}); recipes: {', '.join(profile.recipes) or 'none'}")
+        print(format_table(rows))
+        return
+    rows = [("device", "arch", "memory", "bandwidth", "bf16", "float8", "recipes")]
+    for name in device_names():
+        d = load_device(name)
+        float8 = d.peak_flops.get("float8_e4m3fn") or d.peak_flops.get("float8_e4m3fnuz")
+        rows.append(
+            (d.name, d.architecture, f"{d.memory_bytes / 1e9:.0f} GB", f"{d.bandwidth_bytes_per_s / 1e12:.2f} TB/s",
+             f"{d.peak_flops['bfloat16'] / 1e12:.0f} TFLOP/s", f"{float8 / 1e12:.0f} TFLOP/s" if float8 else "-",
+             ", ".join(d.recipes) or "none")
+        )  # fmt: skip
+    print(format_table(rows))
+
+
+def _rules(options: argparse.Namespace) -> None:
+    from .rules import rule_ops
+
+    print("\n".join(str(op) for op in rule_ops()))
+
+
+class _Progress:
+    """Lines on a terminal, each stage overwriting the last; nothing in a pipe. Keeps the stages' times."""
+
+    def __init__(self, stream: Any, quiet: bool) -> None:
+        self.stream = stream
+        self.shown = not quiet and stream.isatty()
+        self.started = time.perf_counter()
+        self.times: list[str] = []
+
+    def __call__(self, text: str) -> None:
+        if text.endswith(" s"):
+            self.times.append(text)
+        if self.shown:
+            print(f"\r\x1b[2K{time.perf_counter() - self.started:6.1f} s  {text}", end="", file=self.stream, flush=True)
+
+    def finish(self) -> None:
+        if self.shown:
+            total = time.perf_counter() - self.started
+            print(f"\r\x1b[2K{total:6.1f} s  {', '.join(self.times)}", file=self.stream, flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,213 @@
+"""Attention as one op of ours, so that a captured graph does not depend on the machine that traced it.
+
+    autoparallel_fp8::attention(q, k, v, mask, is_causal, scale) -> (out, logsumexp)
+    autoparallel_fp8::attention_backward(grad_out, q, k, v, out, logsumexp, mask, is_causal, scale) -> (dq, dk, dv)
+
+q [b, hq, s, d], k [b, hkv, t, d], v [b, hkv, t, dv] with hq a multiple of hkv (head i of q reads head i // (hq / hkv)
+of k and v), mask broadcastable to [b, hq, s, t] (bool: True attends; else added). out [b, hq, s, dv] lies in memory as
+a transposed [b, s, hq, dv], as flash attention leaves it; so do the gradients. logsumexp [b, hq, s] is float32.
+A causal op masks key j from query i where j > i, whatever s and t, as `scaled_dot_product_attention` does.
+
+CUDA runs flash attention where it can; everything else runs the formulas in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+_FLASH_DTYPES = (torch.float16, torch.bfloat16)
+_FLASH_MAX_HEAD_DIM = 256  # flash attention 2, aten/src/ATen/native/transformers/cuda/flash_attn
+
+
+def attention_formula(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention; returns out and the logarithm of each row's sum of exponentials."""
+    scores = _scores(q, k, mask, is_causal, scale)
+    logsumexp = torch.logsumexp(scores, -1)
+    weights = _weights(scores, logsumexp)
+    out = torch.einsum("bhgst,bhtd->bhgsd", weights, v.to(scores.dtype))
+    return _heads_inside(out.flatten(1, 2).to(q.dtype)), logsumexp.flatten(1, 2).to(torch.float32)
+
+
+def attention_backward_formula(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `attention_formula` for q, k and v, from what its forward returned.
+
+    Source: with P the weights and D = rowsum(grad_out * out): dv = P^T grad_out, dS = P * (grad_out v^T - D),
+    dq = scale * dS k, dk = scale * dS^T q (FlashAttention, Dao et al. 2022, algorithm 4).
+    """
+    scores = _scores(q, k, mask, is_causal, scale)
+    compute, groups = scores.dtype, scores.shape[:3]
+    weights = _weights(scores, logsumexp.to(compute).unflatten(1, groups[1:3]))
+    grad = grad_out.to(compute).unflatten(1, groups[1:3])
+    delta = (grad * out.to(compute).unflatten(1, groups[1:3])).sum(-1, keepdim=True)
+    grad_scores = weights * (torch.einsum("bhgsd,bhtd->bhgst", grad, v.to(compute)) - delta) * _scale_of(q, scale)
+    dq = torch.einsum("bhgst,bhtd->bhgsd", grad_scores, k.to(compute)).flatten(1, 2)
+    dk = torch.einsum("bhgst,bhgsd->bhtd", grad_scores, q.to(compute).unflatten(1, groups[1:3]))
+    dv = torch.einsum("bhgst,bhgsd->bhtd", weights, grad)
+    return _heads_inside(dq.to(q.dtype)), _heads_inside(dk.to(k.dtype)), _heads_inside(dv.to(v.dtype))
+
+
+attention = torch.library.custom_op("autoparallel_fp8::attention", attention_formula, mutates_args=())
+attention_backward = torch.library.custom_op(
+    "autoparallel_fp8::attention_backward", attention_backward_formula, mutates_args=()
+)
+
+
+@attention.register_kernel("cuda")
+def _attention_cuda(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    if not _takes_flash(q, k, v, mask, is_causal):
+        return attention_formula(q, k, v, mask, is_causal, scale)
+    k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
+    out, logsumexp, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)
+    return _heads_inside(out), logsumexp
+
+
+@attention_backward.register_kernel("cuda")
+def _attention_backward_cuda(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not _takes_flash(q, k, v, mask, is_causal):
+        return attention_backward_formula(grad_out, q, k, v, out, logsumexp, mask, is_causal, scale)
+    num_heads, num_kv_heads = q.shape[1], k.shape[1]
+    unused = torch.zeros(2, dtype=torch.int64)  # generator state: read with dropout only
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
+        grad_out,
+        q,
+        _repeat_heads(k, num_heads),
+        _repeat_heads(v, num_heads),
+        out,
+        logsumexp,
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        is_causal,
+        unused,
+        unused,
+        scale=scale,
+    )
+    dk, dv = (_heads_inside(_sum_heads(grad, num_kv_heads)) for grad in (dk, dv))
+    return _heads_inside(dq), dk, dv
+
+
+@attention.register_fake
+def _attention_fake(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    batch, heads, length, _ = q.shape
+    out = q.new_empty((batch, length, heads, v.shape[-1])).transpose(1, 2)
+    return out, q.new_empty((batch, heads, length), dtype=torch.float32)
+
+
+@attention_backward.register_fake
+def _attention_backward_fake(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (
+        like.new_empty((like.shape[0], like.shape[2], like.shape[1], like.shape[3])).transpose(1, 2)
+        for like in (q, k, v)
+    )
+    return dq, dk, dv
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, mask, ctx.is_causal, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, *output, mask)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, grad_out: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+    if grad_out is None:
+        return (None,) * 6
+    q, k, v, out, logsumexp, mask = ctx.saved_tensors
+    dq, dk, dv = torch.ops.autoparallel_fp8.attention_backward(
+        grad_out, q, k, v, out, logsumexp, mask, ctx.is_causal, ctx.scale
+    )
+    return dq, dk, dv, None, None, None
+
+
+attention.register_autograd(_differentiate, setup_context=_save)
+
+
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
+    """Scaled and masked scores [b, hkv, hq / hkv, s, t], in float32 (float64 for float64)."""
+    compute = torch.float64 if q.dtype == torch.float64 else torch.float32
+    grouped = q.to(compute).unflatten(1, (k.shape[1], q.shape[1] // k.shape[1]))
+    scores = torch.einsum("bhgsd,bhtd->bhgst", grouped, k.to(compute)) * _scale_of(q, scale)
+    if is_causal:
+        future = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(future, -math.inf)
+    if mask is not None:
+        mask = mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2]).unflatten(1, scores.shape[1:3])
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    return scores
+
+
+def _weights(scores: Tensor, logsumexp: Tensor) -> Tensor:
+    """Softmax from its logsumexp; rows in which everything is masked give 0."""
+    return torch.where(logsumexp.isneginf()[..., None], 0.0, torch.exp(scores - logsumexp[..., None]))
+
+
+def _scale_of(q: Tensor, scale: float | None) -> float:
+    return 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+
+
+def _heads_inside(x: Tensor) -> Tensor:
+    """The same [b, h, s, d] laid out as a transposed [b, s, h, d]."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _takes_flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
+    head_dim = q.shape[-1]
+    return (
+        mask is None
+        and q.dtype in _FLASH_DTYPES
+        and head_dim == v.shape[-1]
+        and head_dim % 8 == 0
+        and head_dim <= _FLASH_MAX_HEAD_DIM
+        and (not is_causal or q.shape[2] == k.shape[2])
+    )
+
+
+def _repeat_heads(x: Tensor, num_heads: int) -> Tensor:
+    return x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], 1)
+
+
+def _sum_heads(x: Tensor, num_heads: int) -> Tensor:
+    return x if x.shape[1] == num_heads else x.unflatten(1, (num_heads, -1)).sum(2)

@@ -1,0 +1,182 @@
+"""The plan as text: what was asked, how good the plan is, where every parameter lies, what moves, what it holds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from ..plan import CollectivePlan, ParameterPlan, Plan
+
+GIB = 2.0**30
+
+
+def format_plan(plan: Plan) -> str:
+    """The whole plan as printed by `print(plan)`; repeated layers are folded into one line."""
+    parts = [
+        format_head(plan),
+        format_parameters(plan),
+        format_collectives(plan),
+        format_memory(plan),
+        format_notes(plan),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def format_head(plan: Plan) -> str:
+    devices = 1
+    for size in plan.mesh.values():
+        devices *= size
+    mesh = ", ".join(f"{name}={size}" for name, size in plan.mesh.items())
+    inputs = ", ".join(plan.inputs.values())
+    proof = {
+        "optimal": f"proven optimal (gap {plan.gap:.1e})",
+        "feasible": f"within {plan.gap:.2%} of optimal (lower bound {format_us(plan.lower_bound_us)})",
+    }.get(plan.status, plan.status)
+    t = plan.step_time_us
+    return "\n".join(
+        [
+            f"{plan.model}, {plan.recipe or 'no recipe'}, on {devices} x {plan.device} ({mesh}); inputs {inputs}",
+            f"step {format_us(t['total'])}: compute {format_us(t['compute'])}, exposed communication "
+            f"{format_us(t['exposed_comm'])}, optimizer {format_us(t['optimizer'])}; "
+            f"{format_us(t['hidden_comm'])} of communication runs beside compute",
+            f"{proof}",
+        ]
+    )
+
+
+def format_parameters(plan: Plan) -> str:
+    """One line a parameter; layers with the same line are folded, `layers.{0-31}.mlp.up_proj.weight`."""
+    rows = [("parameter", "shape", "dtype", f"placement ({', '.join(plan.mesh)})", "local", "why")]
+    folded: dict[tuple[str, ParameterPlan], list[list[int]]] = {}
+    names: dict[tuple[str, ParameterPlan], str] = {}
+    for name, parameter in plan.parameters.items():
+        key = (re.sub(r"\d+", "#", name), _hashable(parameter))
+        folded.setdefault(key, []).append([int(n) for n in re.findall(r"\d+", name)])
+        names.setdefault(key, name)
+    for (pattern, parameter), numbers in folded.items():
+        rows.append(
+            (
+                _fold(pattern, numbers),
+                _shape(parameter.shape),
+                _short(parameter.dtype),
+                ", ".join(parameter.placements) + _order(parameter),
+                _shape(parameter.local_shape),
+                parameter.why,
+            )
+        )
+    return format_table(rows)
+
+
+def format_collectives(plan: Plan) -> str:
+    """What moves in a step, summed over equal kinds."""
+    groups: dict[tuple[str, str, str, bool], list[CollectivePlan]] = {}
+    for c in plan.collectives:
+        groups.setdefault((c.kind, c.axis, c.dtype, c.hidden), []).append(c)
+    if not groups:
+        return "no communication"
+    rows = [("collective", "axis", "dtype", "count", "bytes", "time", "beside compute")]
+    for (kind, axis, dtype, hidden), items in sorted(groups.items(), key=lambda g: -sum(c.us for c in g[1])):
+        total = sum(c.bytes for c in items)
+        rows.append(
+            (kind.replace("_", "-"), axis, _short(dtype), str(len(items)), format_bytes(total),
+             format_us(sum(c.us for c in items)), "yes" if hidden else "no")
+        )  # fmt: skip
+    text = format_table(rows)
+    small = [c for c in plan.collectives if c.dtype.startswith("float8") and c.kind == "all_gather"]
+    if small:
+        moved = sum(c.bytes for c in small)
+        text += (
+            f"\n{len(small)} gathers move float8, 1 byte an element: {format_bytes(moved)} instead of "
+            f"{format_bytes(2 * moved)} in bfloat16; what they carry is cast on its shard."
+        )
+    return text
+
+
+def format_memory(plan: Plan) -> str:
+    m = plan.memory_bytes
+    names = ("parameters", "gradients", "optimizer", "activations")
+    parts = ", ".join(f"{name} {m[name] / GIB:.2f}" for name in names)
+    return f"memory a device: {m['total'] / GIB:.2f} of {m['limit'] / GIB:.2f} GiB ({parts})"
+
+
+def format_notes(plan: Plan) -> str:
+    lines = [f"note: {note}" for note in plan.notes]
+    if plan.replicated_ops:
+        lines.append(f"note: no rule for {', '.join(plan.replicated_ops)}: replicated")
+    if plan.skipped:
+        reasons: dict[str, list[str]] = {}
+        for name, reason in plan.skipped.items():
+            reasons.setdefault(reason, []).append(name)
+        for reason, names in reasons.items():
+            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            lines.append(f"note: not converted to float8: {shown} ({reason})")
+    return "\n".join(lines)
+
+
+def format_table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns aligned to the left, two spaces apart; the first row is the head."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([lines[0], "-" * min(max(map(len, lines)), 140), *lines[1:]])
+
+
+def format_us(us: float) -> str:
+    """Microseconds as a person reads them.
+
+    >>> format_us(1234.5)
+    '1.23 ms'
+    """
+    if us >= 1e6:
+        return f"{us / 1e6:.2f} s"
+    return f"{us / 1e3:.2f} ms" if us >= 1e3 else f"{us:.1f} us"
+
+
+def format_bytes(count: float) -> str:
+    """Bytes as a person reads them, binary units."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def _hashable(parameter: ParameterPlan) -> ParameterPlan:
+    from dataclasses import replace
+
+    return replace(parameter, split=tuple((d, tuple(axes)) for d, axes in parameter.split.items()))  # type: ignore[arg-type]
+
+
+def _order(parameter: ParameterPlan) -> str:
+    """Which axis is the major one, where two split one dim."""
+    split = dict(parameter.split)
+    notes = [f"dim {dim} by {' then '.join(axes)}" for dim, axes in split.items() if len(axes) > 1]
+    return f" ({'; '.join(notes)})" if notes else ""
+
+
+def _fold(pattern: str, numbers: Iterable[Sequence[int]]) -> str:
+    """`layers.#.w` and [[0], [1], [2]] -> `layers.{0-2}.w`."""
+    columns = list(zip(*numbers, strict=True))
+    for column in columns:
+        values = sorted(set(column))
+        pattern = pattern.replace("#", _ranges(values), 1)
+    return pattern
+
+
+def _ranges(values: Sequence[int]) -> str:
+    if len(values) == 1:
+        return str(values[0])
+    runs: list[list[int]] = []
+    for value in values:
+        if runs and value == runs[-1][1] + 1:
+            runs[-1][1] = value
+        else:
+            runs.append([value, value])
+    return "{" + ",".join(f"{a}-{b}" if a != b else str(a) for a, b in runs) + "}"
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "[" + ", ".join(map(str, shape)) + "]"
+
+
+def _short(dtype: str) -> str:
+    return {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "float64": "fp64"}.get(dtype, dtype)

@@ -1,0 +1,74 @@
+"""Graphs run on real tensors in this process.
+
+`run_graph` runs a captured graph on one device, op by op, as plain aten calls: what every change to a graph is held
+against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoparallel_fp8.errors import UsageError
+from autoparallel_fp8.graph import ABSENT, Graph, Node, TensorSpec, map_refs
+from autoparallel_fp8.ops import attention as _registers_the_op  # noqa: F401
+from autoparallel_fp8.rewrite import same_layout
+
+
+def run_graph(
+    graph: Graph,
+    parameters: Mapping[str, Tensor],
+    inputs: Sequence[Tensor],
+    tangents: Sequence[Tensor] | None = None,
+    *,
+    check: bool = False,
+) -> dict[str, dict[str, Tensor]]:
+    """Results, gradients and new buffer values: {"output": {name: ...}, "gradient": {...}, "buffer": {...}}.
+
+    Args:
+        graph: as `capture` makes it.
+        parameters: parameters and buffers by fqn.
+        inputs: one tensor for each input node, in order.
+        tangents: one for each tangent node, in order; ones by default.
+        check: hold shape, stride and dtype of every value against the graph.
+
+    Raises:
+        UsageError: a parameter, buffer, input or tangent is missing.
+    """
+    given = {"input": iter(inputs), "tangent": iter(tangents or ())}
+    values: list[tuple[Any, ...]] = []
+    with torch.no_grad():
+        for node in graph.nodes:
+            if node.kind in ("parameter", "buffer"):
+                if node.target not in parameters:
+                    raise UsageError(f"no value for {node.kind} {node.target}", at="run_graph parameters")
+                values.append((parameters[node.target],))
+            elif node.kind == "tangent" and tangents is None:
+                values.append((torch.ones(node.outputs[0].shape, dtype=node.outputs[0].dtype),))
+            elif node.kind != "op":
+                value = next(given[node.kind], None)
+                if value is None:
+                    raise UsageError(f"no value for {node.kind} {node.target}", at=f"run_graph {node.kind}s")
+                values.append((value,))
+            else:
+                args, kwargs = (map_refs(x, lambda ref: values[ref.node][ref.output]) for x in (node.args, node.kwargs))
+                result = node.op(*args, **dict(kwargs))
+                values.append(tuple(result) if isinstance(result, (tuple, list)) else (result,))
+                if check:
+                    _check_specs(node, values[-1])
+    found: dict[str, dict[str, Tensor]] = {"output": {}, "gradient": {}, "buffer": {}}
+    for output in graph.outputs:
+        found[output.kind][output.target] = values[output.ref.node][output.ref.output]
+    return found
+
+
+def _check_specs(node: Node, values: tuple[Any, ...]) -> None:
+    """Holds that an op's results have the shapes, dtypes and strides that the graph says."""
+    for spec, value in zip(node.outputs, values, strict=True):
+        assert (value is None) == (spec is ABSENT), f"{node.name}: {spec} but {value}"
+        if value is not None:
+            found = TensorSpec(tuple(value.shape), tuple(value.stride()), value.dtype)
+            assert same_layout(found, spec), f"{node.name} {node.op_name}: the graph says {spec}, it is {found}"

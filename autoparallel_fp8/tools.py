@@ -1,0 +1,36 @@
+"""What a search works with: the solver as a function, the time at which to stop, where to tell of progress."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from .problem import Problem
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the solver said: rounded choices (None: nothing usable), a lower bound, and whether nothing is allowed."""
+
+    choices: tuple[int, ...] | None
+    bound: float
+    is_infeasible: bool = False
+
+
+@dataclass(frozen=True)
+class Tools:
+    """`run_program(problem, deadline, relaxed)` is the solver; `deadline` is in `time.monotonic()`'s seconds."""
+
+    run_program: Callable[[Problem, float, bool], Outcome]
+    deadline: float = math.inf
+    say: Callable[[str], None] = lambda text: None
+
+    @property
+    def is_late(self) -> bool:
+        return time.monotonic() >= self.deadline
+
+    def within(self, seconds: float) -> Tools:
+        """The same with at most so many seconds from now."""
+        return replace(self, deadline=min(self.deadline, time.monotonic() + seconds))

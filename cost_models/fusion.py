@@ -1,0 +1,178 @@
+"""Which tensors a compiled program really writes to and reads from memory.
+
+Chains of element-wise ops, casts, views and reductions become one kernel, as Inductor fuses them; only what another
+kernel needs is written. Every op gets a *level*, the number of kernels that must have finished before it runs: a GEMM
+or attention starts a new one, and so does what needs a maximum or sum over more than the innermost dim (a softmax-like
+reduction over the innermost dim stays in its kernel). A value read at its own level stays in registers. A value
+that one element-wise op makes from one tensor (a cast, a sign) is made again where it is needed rather than written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from ..graph import Graph, Node, Ref
+
+aten = torch.ops.aten
+ours = torch.ops.autoparallel_fp8
+
+_VIEWS = {
+    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.t.default, aten.transpose.int,
+    aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default,
+    aten.expand.default, aten.slice.Tensor, aten.select.int, aten.alias.default, aten.detach.default,
+    aten.split.Tensor, aten.split_with_sizes.default,
+}  # fmt: skip
+_REDUCTIONS = {
+    aten.sum.default, aten.sum.dim_IntList, aten.mean.dim, aten.mean.default, aten.amax.default, aten.max.default,
+}  # fmt: skip
+_OWN_KERNEL = {
+    aten.mm.default, aten.bmm.default, aten._scaled_mm.default, aten.embedding.default,
+    aten.embedding_dense_backward.default, aten.gather.default, aten.index.Tensor,
+    aten.scatter.value, aten.cumsum.default, ours.attention.default, ours.attention_backward.default,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one node moves through memory.
+
+    Attributes:
+        reads: (operand, bytes an element) for each tensor that its kernel reads on this node's account.
+        writes: results that are written out.
+        is_own_kernel: a GEMM, attention or the like: its own formula counts its traffic.
+        is_view: moves nothing at all.
+        starts_kernel: the first node of its kernel, which pays the launch.
+    """
+
+    reads: tuple[tuple[int, int], ...] = ()
+    writes: tuple[int, ...] = ()
+    is_own_kernel: bool = False
+    is_view: bool = False
+    starts_kernel: bool = False
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """Traffic of every node, and the values that are never written (a redistribution of one has to write it)."""
+
+    traffic: tuple[Traffic, ...]
+    unwritten: frozenset[Ref]
+
+
+def is_view(node: Node) -> bool:
+    return node.kind == "op" and node.op in _VIEWS
+
+
+def fuse(graph: Graph) -> Fusion:
+    """Levels, then what is written, then who reads it."""
+    levels = _levels(graph)
+    written = _written(graph, levels)
+    traffic = tuple(_all_traffic(graph, levels, written))
+    unwritten = frozenset(
+        Ref(i, k)
+        for i, node in enumerate(graph.nodes)
+        if node.kind == "op"
+        for k in range(len(node.outputs))
+        if _root(graph, Ref(i, k)) not in written
+    )
+    return Fusion(traffic, unwritten)
+
+
+def _root(graph: Graph, ref: Ref) -> Ref:
+    """The value that a chain of views looks at."""
+    while is_view(graph.nodes[ref.node]):
+        ref = next(graph.nodes[ref.node].reads())
+    return ref
+
+
+def _ends_kernel(graph: Graph, node: Node) -> bool:
+    """A reduction over more than the innermost dim: its result is known only when the whole kernel is done."""
+    if node.op not in _REDUCTIONS:
+        return False
+    spec = graph.spec(next(node.reads()))
+    dims = dict(zip((a.name for a in node.op._schema.arguments), node.args, strict=False)).get("dim")
+    if not isinstance(dims, tuple) or not dims:
+        return spec.numel > 1
+    reduced = {d % len(spec.shape) for d in dims}
+    innermost = min(range(len(spec.shape)), key=lambda d: (spec.stride[d] if spec.shape[d] > 1 else 1 << 62, -d))
+    return innermost not in reduced
+
+
+def _levels(graph: Graph) -> list[int]:
+    levels: list[int] = []
+    for node in graph.nodes:
+        level = 0
+        for ref in node.reads():
+            source = graph.nodes[ref.node]
+            done = levels[ref.node]
+            if source.kind == "op" and (source.op in _OWN_KERNEL or _ends_kernel(graph, source)):
+                done += 1
+            level = max(level, done)
+        if node.kind == "op" and node.op in _OWN_KERNEL:
+            level += 1
+        levels.append(level)
+    return levels
+
+
+def _is_cheap(node: Node) -> bool:
+    """Made again where needed: element-wise from one tensor, or from none."""
+    if node.kind != "op" or node.op in _OWN_KERNEL or node.op in _REDUCTIONS:
+        return False
+    return len(set(node.reads())) <= 1
+
+
+def _written(graph: Graph, levels: list[int]) -> set[Ref]:
+    """Roots that some other kernel, the other phase or the caller reads."""
+    written = {_root(graph, output.ref) for output in graph.outputs}
+    for i, node in enumerate(graph.nodes):
+        if is_view(node):
+            continue
+        for ref in node.reads():
+            root = _root(graph, ref)
+            source = graph.nodes[root.node]
+            elsewhere = node.op in _OWN_KERNEL or source.phase != node.phase
+            if source.kind != "op" or source.op in _OWN_KERNEL or elsewhere:
+                written.add(root)
+            elif levels[root.node] != levels[i] and not _is_cheap(source):
+                written.add(root)
+    return written
+
+
+def _all_traffic(graph: Graph, levels: list[int], written: set[Ref]) -> Iterable[Traffic]:
+    seen: set[tuple[Ref, int, str]] = set()
+    kernels: set[tuple[int, str]] = set()
+    for i, node in enumerate(graph.nodes):
+        if node.kind != "op":
+            yield Traffic()
+            continue
+        if is_view(node):
+            yield Traffic(is_view=True)
+            continue
+        if node.op in _OWN_KERNEL:
+            yield Traffic(is_own_kernel=True, starts_kernel=True)
+            continue
+        kernel = (levels[i], node.phase)
+        first = kernel not in kernels
+        kernels.add(kernel)
+        writes = tuple(k for k in range(len(node.outputs)) if Ref(i, k) in written)
+        yield Traffic(_reads(graph, i, levels, written, seen), writes, starts_kernel=first)
+
+
+def _reads(
+    graph: Graph, i: int, levels: list[int], written: set[Ref], seen: set[tuple[Ref, int, str]]
+) -> tuple[tuple[int, int], ...]:
+    node, found = graph.nodes[i], []
+    for position, ref in enumerate(node.reads()):
+        root = _root(graph, ref)
+        while root not in written and levels[root.node] != levels[i]:
+            sources = list(graph.nodes[root.node].reads())
+            if not sources:
+                break
+            root = _root(graph, sources[0])
+        if root in written and (root, levels[i], node.phase) not in seen:
+            seen.add((root, levels[i], node.phase))
+            found.append((position, graph.spec(root).dtype.itemsize))
+    return tuple(found)

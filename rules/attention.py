@@ -1,0 +1,50 @@
+"""Attention: batch and heads split; a rank with some of the query heads needs just the key and value heads they use.
+
+Query heads are `(h g)`: h key-value heads with g queries each. The sequence stays whole: a causal mask on a part of it
+would need that part's offset. Without a mask the query sequence splits freely.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..ops import attention as _ops  # noqa: F401  (defines torch.ops.autoparallel_fp8.attention)
+from .language import OpCall, Signature, einsum, heavy, rule
+
+ops = torch.ops.autoparallel_fp8
+
+heavy(ops.attention.default, ops.attention_backward.default)
+
+
+def _mask(op: OpCall) -> str:
+    """The mask broadcasts to [b, heads, s, t]; its dims stay whole unless they are batch."""
+    mask = op.arg("mask")
+    if mask is None:
+        return ""
+    names = ["b", "_", "_", "_"][4 - len(mask.shape) :]
+    return ", " + " ".join("_" if size == 1 else name for name, size in zip(names, mask.shape, strict=True))
+
+
+def _whole(op: OpCall) -> tuple[str, ...]:
+    masked = op.arg("is_causal") or op.arg("mask") is not None
+    return ("t", "d", "e", "s") if masked else ("t", "d", "e")
+
+
+def _sizes(op: OpCall) -> dict[str, int]:
+    q, k = op.arg("q").shape, op.arg("k").shape
+    return {"h": k[1], "g": q[1] // k[1]}
+
+
+@rule(ops.attention.default)
+def attention(op: OpCall) -> Signature:
+    """q[b,(h g),s,d], k[b,h,t,d], v[b,h,t,e] -> out[b,(h g),s,e], logsumexp[b,(h g),s]."""
+    text = f"b (h g) s d, b h t d, b h t e{_mask(op)} -> b (h g) s e, b (h g) s"
+    return einsum(op, text, sizes=_sizes(op), whole=_whole(op))
+
+
+@rule(ops.attention_backward.default)
+def attention_backward(op: OpCall) -> Signature:
+    """Gradients of k and v add up over split query heads of one key-value head."""
+    q, k, v = "b (h g) s d", "b h t d", "b h t e"
+    text = f"b (h g) s e, {q}, {k}, {v}, b (h g) s e, b (h g) s{_mask(op)} -> {q}, {k}, {v}"
+    return einsum(op, text, sizes=_sizes(op), whole=_whole(op))

@@ -1,0 +1,466 @@
+"""The language rules are written in: an op's dims as named *atoms*, from which its rows follow.
+
+A rule looks at one op (shapes, dtypes, attributes; no mesh, no cost) and returns a `Signature`: for every tensor read
+and every tensor made, the atoms of each dim. `"m k, k n -> m n"` says by itself that splitting m splits the first
+operand and the result, and that splitting k leaves a partial sum. `rows` turns a signature into `AxisRow`s, what one
+mesh axis may do. `(h g)` is a dim made of two atoms; `_` a dim that must stay whole; a dim of size 1 has no atom.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import RuleError
+from ..graph import TensorSpec
+from ..layout import M, P, Placement, R, V, frozen, split
+
+Dims = tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class OpCall:
+    """One op as a rule sees it.
+
+    Attributes:
+        op: the overload.
+        args, kwargs: as called, each tensor replaced by its `TensorSpec`; sequences are tuples.
+        tensors: the tensors read, in order, repeats included.
+        out: the tensors made.
+    """
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    tensors: tuple[TensorSpec, ...]
+    out: tuple[TensorSpec, ...]
+
+    def arg(self, name: str) -> Any:
+        """The argument of that name in the op's schema, its default where it was not passed."""
+        for position, argument in enumerate(self.op._schema.arguments):
+            if argument.name == name:
+                if not argument.kwarg_only and position < len(self.args):
+                    return self.args[position]
+                return dict(self.kwargs).get(name, argument.default_value)
+        raise RuleError(f"{self.op} has no argument {name!r}")
+
+    def operand_names(self) -> tuple[str, ...]:
+        """The schema's name of each tensor read, `tensors[1]` for members of lists."""
+        names: list[str] = []
+        for argument, value in zip(self.op._schema.arguments, self.args, strict=False):
+            names += _tensor_names(argument.name, value)
+        for name, value in self.kwargs:
+            names += _tensor_names(name, value)
+        return tuple(names)
+
+
+def _tensor_names(name: str, value: Any) -> list[str]:
+    if isinstance(value, TensorSpec):
+        return [name]
+    if isinstance(value, tuple):
+        return [f"{name}[{i}]" for i, item in enumerate(value) if isinstance(item, TensorSpec)]
+    return []
+
+
+class AxisRow(NamedTuple):
+    """What one mesh axis may do to an op.
+
+    Attributes:
+        operands, results: a placement for each tensor read and made.
+        note: in words, e.g. "split k".
+        local: name of the program a rank runs instead of the plain op on its parts; "" for the plain op.
+        atom: the atom that is split; "" where none is.
+    """
+
+    operands: tuple[Placement, ...]
+    results: tuple[Placement, ...]
+    note: str
+    local: str = ""
+    atom: str = ""
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The dims of an op's tensors in atoms, and how sums, maxima and scales pass through it.
+
+    Attributes:
+        operands, results: for each tensor, the atoms of each dim, major to minor; () where a dim is not split.
+        sizes: size of every atom, all above 1.
+        reduced: atom that some result lacks -> what that result then is, "P" (parts add up) or "M" (the largest counts).
+        linear: groups of operands; when all of one group are P(sum), so are the results.
+        monotone: operands whose P(max) passes to the results.
+        whole: atoms that must not be split.
+        local: atom -> name of the program that a rank runs where the atom is split.
+        scaled: (data operand, scale operand) pairs of a scaled GEMM.
+        passes_scales: the op works element by element or moves elements, so frozen splits and own scales pass.
+        makes_own: a maximum that may stay each rank's own instead of P(max).
+    """
+
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    sizes: Mapping[str, int]
+    reduced: Mapping[str, str] = field(default_factory=dict)
+    linear: tuple[tuple[int, ...], ...] = ()
+    monotone: tuple[int, ...] = ()
+    whole: frozenset[str] = frozenset()
+    local: Mapping[str, str] = field(default_factory=dict)
+    scaled: tuple[tuple[int, int], ...] = ()
+    passes_scales: bool = False
+    makes_own: bool = False
+
+
+Rule = Callable[[OpCall], Signature]
+_RULES: dict[Any, Rule] = {}
+
+
+def rule(*ops: Any) -> Callable[[Rule], Rule]:
+    """Decorator: the function says how each of these op overloads may be split.
+
+    >>> import torch
+    >>> @rule(torch.ops.aten.logit.default)
+    ... def logit(op):
+    ...     return pointwise(op)
+    """
+
+    def register(function: Rule) -> Rule:
+        for op in ops:
+            if not isinstance(op, torch._ops.OpOverload):
+                raise RuleError(f"rule for {op!r}, which is no op overload", do="name one, such as torch.ops.aten.mm.default")
+            _RULES[op] = function
+        return function
+
+    return register
+
+
+def find_rule(op: Any) -> Rule | None:
+    """The rule registered for an op overload, or None."""
+    return _RULES.get(op)
+
+
+def rule_ops() -> tuple[Any, ...]:
+    """Every op overload that has a rule, by name."""
+    return tuple(sorted(_RULES, key=str))
+
+
+HEAVY_OPS: set[Any] = set()
+"""Ops long enough to hide a collective behind, and whose dims decide which factors are worth splitting."""
+
+
+def heavy(*ops: Any) -> None:
+    """Declare ops that take long: GEMMs, attention, table gradients."""
+    HEAVY_OPS.update(ops)
+
+
+def rule_source(op: Any) -> str:
+    """`file.py:line` of the rule for an op."""
+    function = _RULES[op]
+    return f"rules/{inspect.getsourcefile(function) or '?'}".split("/")[-1] + f":{inspect.getsourcelines(function)[1]}"
+
+
+# ---- writing signatures -------------------------------------------------------------------------------------------
+
+
+def einsum(op: OpCall, text: str, *, sizes: Mapping[str, int] | None = None, **more: Any) -> Signature:
+    """Signature from `"m k, k n -> m n"`: operands, an arrow, results.
+
+    Args:
+        op: gives the shapes.
+        text: a word an atom, `(h g)` a dim of two, `_` a dim kept whole, `.` a tensor without dims.
+        sizes: of atoms that the shapes do not tell.
+        more: further fields of `Signature`. Atoms that a result lacks are summed in it unless `reduced` says else.
+
+    Raises:
+        RuleError: the text does not fit the shapes.
+    """
+    left, right = text.split("->")
+    operands = [_parse_dims(part) for part in left.split(",")] if left.strip() else []
+    results = [_parse_dims(part) for part in right.split(",")]
+    known = dict(sizes or {})
+    specs = [*op.tensors, *op.out]
+    if len(operands) != len(op.tensors) or len(results) != len(op.out):
+        raise RuleError(f"rule text {text!r} does not have the tensors of {op.op}")
+    for dims, spec in zip([*operands, *results], specs, strict=True):
+        _learn_sizes(dims, spec, known, text, op)
+    big = {atom: size for atom, size in known.items() if size > 1}
+
+    def prune(dims: Dims) -> Dims:
+        return tuple(tuple(atom for atom in dim if atom in big) for dim in dims)
+
+    in_all = set.intersection(*({atom for dim in dims for atom in dim} for dims in results))
+    summed = {atom: "P" for dims in operands for dim in dims for atom in dim if atom not in in_all and atom in big}
+    reduced = {**summed, **more.pop("reduced", {})}
+    return Signature(
+        tuple(map(prune, operands)),
+        tuple(map(prune, results)),
+        big,
+        reduced={atom: kind for atom, kind in reduced.items() if atom in big},
+        whole=frozenset(more.pop("whole", ())),
+        **more,
+    )
+
+
+def _parse_dims(text: str) -> Dims:
+    dims: list[tuple[str, ...]] = []
+    group: list[str] | None = None
+    for word in text.replace("(", " ( ").replace(")", " ) ").split():
+        if word == "(":
+            group = []
+        elif word == ")":
+            dims.append(tuple(group or ()))
+            group = None
+        elif word == ".":
+            continue
+        elif group is not None:
+            group.append(word)
+        else:
+            dims.append(() if word in ("_", "1") else (word,))
+    return tuple(dims)
+
+
+def _learn_sizes(dims: Dims, spec: TensorSpec, known: dict[str, int], text: str, op: OpCall) -> None:
+    if len(dims) != len(spec.shape):
+        raise RuleError(f"rule text {text!r} does not fit shape {spec.shape} of {op.op}")
+    for dim, size in zip(dims, spec.shape, strict=True):
+        unknown = [atom for atom in dim if atom not in known]
+        product = 1
+        for atom in dim:
+            product *= known.get(atom, 1)
+        if len(unknown) == 1 and size % product == 0:
+            known[unknown[0]] = size // product
+        elif dim and (unknown or product != size):
+            raise RuleError(f"rule text {text!r} does not fit shape {spec.shape} of {op.op}")
+
+
+def pointwise(op: OpCall, *, linear: Iterable[Sequence[int]] = (), monotone: bool = False) -> Signature:
+    """Signature of an op that works element by element with broadcasting; all results have one shape."""
+    shape = op.out[0].shape
+    names = [(f"d{i}",) if size > 1 else () for i, size in enumerate(shape)]
+
+    def dims(spec: TensorSpec) -> Dims:
+        offset = len(shape) - len(spec.shape)
+        return tuple(names[offset + i] if size > 1 else () for i, size in enumerate(spec.shape))
+
+    return Signature(
+        tuple(dims(spec) for spec in op.tensors),
+        tuple(tuple(names) for _ in op.out),
+        {f"d{i}": size for i, size in enumerate(shape) if size > 1},
+        linear=tuple(tuple(group) for group in linear),
+        monotone=tuple(range(len(op.tensors))) if monotone else (),
+        passes_scales=True,
+    )
+
+
+def reduction(op: OpCall, dims: Sequence[int] | None, *, kind: str = "P", **more: Any) -> Signature:
+    """Signature of a reduction of the first operand over `dims` (None or empty: all), kept or not as the result shows."""
+    spec = op.tensors[0]
+    ndim = len(spec.shape)
+    gone = {d % ndim for d in dims} if dims else set(range(ndim))
+    names = tuple((f"d{i}",) if size > 1 else () for i, size in enumerate(spec.shape))
+    kept = tuple(name for i, name in enumerate(names) if i not in gone)
+    if len(op.out[0].shape) == ndim:
+        kept = tuple(() if i in gone else name for i, name in enumerate(names))
+    return Signature(
+        (names,),
+        tuple(kept for _ in op.out),
+        {f"d{i}": size for i, size in enumerate(spec.shape) if size > 1},
+        reduced={f"d{i}": kind for i in gone if spec.shape[i] > 1},
+        **more,
+    )
+
+
+def moved(op: OpCall, source: Sequence[int | None]) -> Signature:
+    """Signature of an op whose result dim i is dim `source[i]` of its operand, or new or rewritten (None)."""
+    shape = op.tensors[0].shape
+    names = [(f"d{i}",) if size > 1 else () for i, size in enumerate(shape)]
+    used = {i for i in source if i is not None}
+    return Signature(
+        (tuple(name if i in used else () for i, name in enumerate(names)),),
+        (tuple(() if i is None else names[i] for i in source),),
+        {f"d{i}": size for i, size in enumerate(shape) if size > 1 and i in used},
+        linear=((0,),),
+        monotone=(0,),
+        passes_scales=True,
+    )
+
+
+def regrouped(op: OpCall) -> Signature:
+    """Signature of a view: dims merge and split in memory order, `(2 3) 4 -> 2 (3 4)`."""
+    before, after = op.tensors[0].shape, op.out[0].shape
+    old: list[tuple[str, ...]] = [()] * len(before)
+    new: list[tuple[str, ...]] = [()] * len(after)
+    sizes: dict[str, int] = {}
+    for number, (olds, news) in enumerate(_view_groups(before, after)):
+        cuts = sorted(_suffix_products(before, olds) | _suffix_products(after, news))
+        steps = list(zip(cuts, cuts[1:], strict=False))
+        if any(high % low for low, high in steps):
+            continue  # (6 4) -> (8 3): no common refinement, these dims stay whole
+        atoms = {low: f"v{number}.{i}" for i, (low, _) in enumerate(steps)}
+        sizes.update({atoms[low]: high // low for low, high in steps})
+        _name_dims(olds, before, atoms, old)
+        _name_dims(news, after, atoms, new)
+    return Signature((tuple(old),), (tuple(new),), sizes, linear=((0,),), monotone=(0,), passes_scales=True)
+
+
+def _name_dims(dims: list[int], shape: tuple[int, ...], atoms: dict[int, str], names: list[tuple[str, ...]]) -> None:
+    """Write into `names` which atoms make up each of `dims`, given the atom that starts at each suffix product."""
+    base = 1
+    for d in reversed(dims):
+        names[d] = tuple(atoms[low] for low in sorted(atoms, reverse=True) if base <= low < base * shape[d])
+        base *= shape[d]
+
+
+def _view_groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
+    """Smallest runs of old and new dims (sizes above 1) with equal products."""
+    olds = [d for d, size in enumerate(before) if size != 1]
+    news = [d for d, size in enumerate(after) if size != 1]
+    groups: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(olds) and j < len(news):
+        left, right = [olds[i]], [news[j]]
+        a, b = before[olds[i]], after[news[j]]
+        i, j = i + 1, j + 1
+        while a != b:
+            if a < b:
+                left.append(olds[i])
+                a *= before[olds[i]]
+                i += 1
+            else:
+                right.append(news[j])
+                b *= after[news[j]]
+                j += 1
+        groups.append((left, right))
+    return groups
+
+
+def _suffix_products(shape: tuple[int, ...], dims: list[int]) -> set[int]:
+    found, product = {1}, 1
+    for d in reversed(dims):
+        product *= shape[d]
+        found.add(product)
+    return found
+
+
+# ---- from signatures to rows --------------------------------------------------------------------------------------
+
+
+def rows(
+    signature: Signature,
+    out: tuple[TensorSpec, ...],
+    *,
+    local_scales: bool,
+    atoms: Iterable[str] | None = None,
+    partials: Sequence[str] | None = None,
+) -> tuple[AxisRow, ...]:
+    """Every row of one op, all-replicated first, without repeats.
+
+    Args:
+        signature: with atoms refined to the factors of the tensors it touches.
+        out: the results, whose dtypes forbid partial sums of float8, integers and booleans.
+        local_scales: whether maxima may stay a rank's own and frozen splits may pass here.
+        atoms: those that may be split; None for all.
+        partials: for each operand, the partial kinds it can have ("PM"); None for any.
+    """
+    num_operands, num_results = len(signature.operands), len(signature.results)
+    found = [AxisRow((R,) * num_operands, (R,) * num_results, "replicated")]
+    for atom in signature.sizes:
+        if atom not in signature.whole and (atoms is None or atom in atoms):
+            found += _split_rows(signature, atom, local_scales)
+    for group in signature.linear:
+        if partials is None or all("P" in partials[i] for i in group):
+            found.append(_partial_row(signature, group, P, "partial sums pass"))
+    if signature.monotone and (partials is None or all("M" in partials[i] for i in signature.monotone)):
+        found.append(_partial_row(signature, signature.monotone, M, "partial maxima pass"))
+    if local_scales and signature.passes_scales:
+        found += _own_rows(signature)
+    sums = [spec.dtype.is_floating_point and spec.dtype.itemsize > 1 for spec in out]
+    kept = [row for row in found if all(ok or p.kind != "P" for ok, p in zip(sums, row.results, strict=True))]
+    return tuple(dict.fromkeys(kept))
+
+
+def _place(dims: Dims, atom: str, make: Callable[[int, int], Placement], otherwise: Placement) -> Placement:
+    """`make(dim, factor)` where the tensor has the atom, `otherwise` where it has not."""
+    for d, dim in enumerate(dims):
+        if atom in dim:
+            return make(d, dim.index(atom))
+    return otherwise
+
+
+def _has(dims: Dims, atom: str) -> bool:
+    return any(atom in dim for dim in dims)
+
+
+def _split_rows(signature: Signature, atom: str, local_scales: bool) -> list[AxisRow]:
+    operands = tuple(_place(dims, atom, split, R) for dims in signature.operands)
+    kind = signature.reduced.get(atom)
+    absent = Placement(kind) if kind else R
+    results = tuple(_place(dims, atom, split, absent) for dims in signature.results)
+    note, local = f"split {atom}", signature.local.get(atom, "")
+    if not any(_has(dims, atom) for dims in signature.results) and kind is None:
+        return []
+    found = [AxisRow(operands, results, note, local, atom)]
+    if not local_scales:
+        return found
+    if signature.makes_own and kind == "M":
+        found.append(AxisRow(operands, (V,) * len(results), f"{note}, each rank its own maximum", local, atom))
+    if signature.scaled:
+        found += _scaled_rows(signature, atom, found[0])
+    elif signature.passes_scales and kind is None:
+        found += _frozen_rows(signature, atom, note)
+    return found
+
+
+def _frozen_rows(signature: Signature, atom: str, note: str) -> list[AxisRow]:
+    """x split here times each rank's own scale freezes the split; a frozen tensor alone stays frozen."""
+    data = [i for i, dims in enumerate(signature.operands) if _has(dims, atom)]
+    results = tuple(_place(dims, atom, frozen, R) for dims in signature.results)
+    if len(data) != 1:
+        return []
+    x = data[0]
+    others = [i for i in range(len(signature.operands)) if i != x]
+    found = []
+    where = _place(signature.operands[x], atom, frozen, R)
+    if not others:
+        found.append(AxisRow((where,), results, f"{note}, frozen", atom=atom))
+    elif len(others) == 1:
+        placed = [V] * len(signature.operands)
+        placed[x] = _place(signature.operands[x], atom, split, R)
+        found.append(AxisRow(tuple(placed), results, f"{note}, scaled by each rank's own", atom=atom))
+    return found
+
+
+def _own_rows(signature: Signature) -> list[AxisRow]:
+    """A scale that is each rank's own stays so through element-wise ops with constants or replicated scales."""
+    count = len(signature.operands)
+    found = []
+    for i in range(count):
+        atoms = {atom for dim in signature.operands[i] for atom in dim}
+        if atoms == set(signature.sizes):
+            placed = tuple(V if j == i else R for j in range(count))
+            found.append(AxisRow(placed, (V,) * len(signature.results), "own scales pass"))
+    return found
+
+
+def _scaled_rows(signature: Signature, atom: str, plain: AxisRow) -> list[AxisRow]:
+    """A scaled GEMM takes frozen operands with their own scales, one or both where both hold the atom."""
+    options: list[list[tuple[Placement, Placement]]] = []
+    for data, scale in signature.scaled:
+        pair = [(plain.operands[data], plain.operands[scale])]
+        if _has(signature.operands[data], atom) and not _has(signature.operands[scale], atom):
+            pair.append((_place(signature.operands[data], atom, frozen, R), V))
+        options.append(pair)
+    found = []
+    for choice in [[a, b] for a in options[0] for b in options[1]][1:]:
+        operands = list(plain.operands)
+        for (data, scale), (on_data, on_scale) in zip(signature.scaled, choice, strict=True):
+            operands[data], operands[scale] = on_data, on_scale
+        found.append(AxisRow(tuple(operands), plain.results, f"{plain.note}, own scales", plain.local, atom))
+    return found
+
+
+def _partial_row(signature: Signature, group: Sequence[int], placement: Placement, note: str) -> AxisRow:
+    operands = tuple(placement if i in group else R for i in range(len(signature.operands)))
+    return AxisRow(operands, (placement,) * len(signature.results), note)
