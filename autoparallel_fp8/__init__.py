@@ -1,4 +1,4 @@
-"""Plans how a PyTorch model is sharded over a mesh of GPUs, in bf16 and float8, with a proof of how good the plan is."""
+"""Plans how a PyTorch model is sharded over a mesh of GPUs, in bf16 and float8, and proves how good the plan is."""
 
 from .api import AutoParallel
 from .cost_models import DeviceProfile, Topology

@@ -1,10 +1,11 @@
 """The public entry: `AutoParallel(model, mesh).optimize()`. Reading `optimize` is reading the library.
 
-    capture -> expand (rules) -> price (costs) -> formulate (problem) -> solve (with presolve) -> assemble (plan)
+capture -> expand (rules) -> price (costs) -> formulate (problem) -> solve (with presolve) -> assemble (plan)
 """
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,13 +24,13 @@ from .explain import Explainer
 from .formulate import formulate
 from .graph import Graph
 from .inputs import default_inputs
-from .memory import GIB, activation_terms, memory_row
+from .memory import GIB, activation_terms, added, memory_row
 from .mesh import Mesh, parse_mesh
 from .options import Space, expand
 from .plan import Plan
 from .problem import Array, Problem, Row, Solution, row_value
 from .recipes import RECIPES
-from .solve import min_row, solve
+from .solver import min_row, solve
 from .structure import Structure, structure
 
 Progress = Callable[[str], None]
@@ -47,6 +48,7 @@ class Settings:
     memory_limit: int
     optimizer: Optimizer
     strict: bool
+    emulate: bool
     loss: str | None
     topology: Topology
     time_limit: float | None
@@ -61,6 +63,7 @@ class Settings:
             "mixed_precision": {name: dtype_name(dtype) for name, dtype in dtypes.items()} or None,
             "recompute": self.recompute,
             "scale_scope": self.scale_scope,
+            "emulate": self.emulate,
             "loss": self.loss,
             "optimizer_state_bytes": self.optimizer.state_bytes,
             "hidden_share": self.device.hidden_share,
@@ -82,15 +85,16 @@ class AutoParallel:
 
     >>> from autoparallel_fp8 import AutoParallel
     >>> from autoparallel_fp8.models.presets import build
-    >>> plan = AutoParallel(build("llama3-debug", num_layers=1), "dp=2,tp=2", recipe="rowwise", device="H100").optimize()
+    >>> model = build("llama3-debug", num_layers=1)
+    >>> plan = AutoParallel(model, "dp=2,tp=2", recipe="rowwise", device="H100").optimize()
     >>> plan.status
     'optimal'
 
     Args:
         model: any module, on any device (the meta device too); it is only read.
         mesh: a torch DeviceMesh, or "dp=8,tp=8", or {"dp": 8, "tp": 8}; the last axis is the innermost.
-        inputs: example inputs with their *global* shapes, real or meta. Without them a Hugging Face model gets token ids
-            [batch, seq], another model its `example_inputs`.
+        inputs: example inputs with their *global* shapes, real or meta. Without them a Hugging Face model gets token
+            ids [batch, seq], another model its `example_inputs`.
         kwargs: keyword inputs.
         recipe: None (the model as it is), "tensorwise", "rowwise", "rowwise_with_gw_hp".
         device: a profile's name or a `DeviceProfile`; by default the CUDA device at hand, else H100.
@@ -99,6 +103,7 @@ class AutoParallel:
         mixed_precision: torch's MixedPrecisionPolicy.
         recompute: "none"; "selective" and "full" are not planned yet.
         scale_scope: "local" lets activations and gradients carry one float8 scale a shard; "global" does not.
+        emulate: plan a recipe that the device has no kernel for as emulated in bfloat16, instead of refusing it.
         memory_limit: bytes a device, or "64 GiB"; by default the device's.
         optimizer: bytes of state a parameter element; by default AdamW's.
         strict: an op without a rule is an error instead of replicated.
@@ -125,6 +130,7 @@ class AutoParallel:
         mixed_precision: Any = None,
         recompute: str = "none",
         scale_scope: str = "local",
+        emulate: bool = False,
         memory_limit: float | str | None = None,
         optimizer: float | None = None,
         strict: bool = False,
@@ -141,7 +147,9 @@ class AutoParallel:
         _check_choice("recipe", recipe, (None, *RECIPES))
         _check_choice("scale_scope", scale_scope, ("local", "global"))
         _check_choice("recompute", recompute, ("none",))
-        require_recipe(profile, recipe)
+        emulated = require_recipe(profile, recipe, emulate=emulate)
+        if emulated:
+            note = f"{note}; " * bool(note) + f"{profile.name} has no kernel for {recipe}: emulated in bfloat16"
         self.settings = Settings(
             recipe=recipe,
             device=profile,
@@ -151,6 +159,7 @@ class AutoParallel:
             memory_limit=parse_bytes(memory_limit, profile.memory_bytes),
             optimizer=Optimizer(_check_number("optimizer", optimizer)),
             strict=strict,
+            emulate=emulate,
             loss=loss,
             topology=topology or Topology(),
             time_limit=_check_number("time_limit", time_limit),
@@ -213,15 +222,18 @@ class AutoParallel:
         return replace(plan, explain_with=explainer.explain)
 
     def score(self, placements: Mapping[str, Wanted]) -> Plan:
-        """The best plan in which these parameters lie as written; what is not named is chosen.
+        """The best plan in which these parameters and ops lie as written; what is not named is chosen.
 
         Args:
-            placements: parameter name or glob -> placement.
+            placements: name or glob of parameters, or of ops (their result) where no parameter is called so, and the
+                placement of each.
         """
         prepared = self._prepare()
+        parameters = [n.target for n in prepared.space.graph.nodes if n.kind == "parameter"]
         wanted = self.constraints
         for pattern, placement in placements.items():
-            wanted = wanted.pin(pattern, placement)
+            is_parameter = any(fnmatch.fnmatchcase(name, pattern) for name in parameters)
+            wanted = wanted.pin(pattern, placement) if is_parameter else wanted.node(pattern, placement)
         _, solution = self._solve(prepared, wanted)
         return assemble(self._request(), prepared.pricing, prepared.costs, solution)
 
@@ -234,7 +246,7 @@ class AutoParallel:
     def graph(self) -> Graph:
         """The captured graph, made once."""
         if self._graph is None:
-            with _stage(self._say, "capture"):
+            with _Stage(self._say, "capture"):
                 self._graph = capture(
                     self.model,
                     self.inputs,
@@ -245,10 +257,14 @@ class AutoParallel:
                 )
         return self._graph
 
+    def space(self) -> Space:
+        """The options of every op, made once."""
+        return self._prepare().space
+
     def _prepare(self) -> Prepared:
         if self._prepared is None:
             graph, settings = self.graph(), self.settings
-            with _stage(self._say, "rules"):
+            with _Stage(self._say, "rules"):
                 space = expand(
                     graph,
                     self.mesh,
@@ -257,26 +273,27 @@ class AutoParallel:
                     strict=settings.strict,
                 )
                 shape = structure(space)
-            with _stage(self._say, "costs"):
-                pricing = Pricing(space, shape, settings.device, settings.topology, settings.optimizer)
+            with _Stage(self._say, "costs"):
+                pricing = Pricing(
+                    space, shape, settings.device, settings.topology, settings.optimizer, emulate=settings.emulate
+                )
                 costs = pricing.costs()
             self._prepared = Prepared(space, shape, pricing, costs)
         return self._prepared
 
     def _solve(self, prepared: Prepared, wanted: Constraints) -> tuple[Problem, Solution]:
-        with _stage(self._say, "problem"):
+        with _Stage(self._say, "problem"):
             limits = restrictions(wanted, prepared.space, prepared.shape)
             row = memory_row(prepared.pricing, self.settings.memory_limit)
             problem = formulate(prepared.shape, prepared.costs, prepared.pricing.table, (row,), limits)
-        with _stage(self._say, "solve"):
+        with _Stage(self._say, "solve"):
             solution = self._search(problem, row)
             terms = activation_terms(prepared.pricing)
             held = row_value(row, solution.choices)
             kept = sum(float(c[solution.choices[v]]) for v, c in terms.items())
             if held + kept > row.limit:
                 self._say(f"solve: kept activations of {kept / GIB:.1f} GiB do not fit: priced as well")
-                merged = {v: row.terms.get(v, 0.0) + terms.get(v, 0.0) for v in {**row.terms, **terms}}
-                row = Row(row.name, row.limit, merged)
+                row = Row(row.name, row.limit, added(row.terms, terms))
                 problem = replace(problem, rows=(row,))
                 solution = self._search(problem, row)
         return problem, solution
@@ -287,7 +304,9 @@ class AutoParallel:
             raise self._infeasible(problem, row, solution)
         if not solution.choices:
             raise SolveError(
-                "no plan was found in the time limit", at=f"time_limit {self.settings.time_limit} s", do="give more time"
+                "no plan was found in the time limit",
+                at=f"time_limit {self.settings.time_limit} s",
+                do="give more time",
             )
         return solution
 
@@ -299,7 +318,8 @@ class AutoParallel:
                 pins = [name for name in solution.conflict if name != row.name]
                 return InfeasibleError(
                     f"no plan fits in {row.limit / GIB:.2f} GiB a device; the smallest needs {least / GIB:.2f} GiB",
-                    at=f"mesh {self.mesh}, device {self.settings.device.name}" + (f"; with {', '.join(pins)}" if pins else ""),
+                    at=f"mesh {self.mesh}, device {self.settings.device.name}"
+                    + (f"; with {', '.join(pins)}" if pins else ""),
                     do=f"set memory_limit to {least / GIB:.2f} GiB or more, add devices to the mesh, or drop pins",
                 )
         return InfeasibleError(
@@ -323,7 +343,18 @@ def parse_bytes(value: float | str | None, default: int) -> int:
     """
     if value is None:
         return default
-    units = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+    units = {
+        "": 1,
+        "B": 1,
+        "KB": 1e3,
+        "MB": 1e6,
+        "GB": 1e9,
+        "TB": 1e12,
+        "KIB": 2**10,
+        "MIB": 2**20,
+        "GIB": 2**30,
+        "TIB": 2**40,
+    }
     text = str(value).strip()
     number = text.rstrip("BKMGTIbkmgti ")
     try:
@@ -331,7 +362,9 @@ def parse_bytes(value: float | str | None, default: int) -> int:
     except (ValueError, KeyError):
         count = -1.0
     if not 0 < count < 2**60:
-        raise UsageError(f"memory limit {value!r} is no size above 0", at="memory_limit", do='write bytes, "64 GiB" or "80 GB"')
+        raise UsageError(
+            f"memory limit {value!r} is no size above 0", at="memory_limit", do='write bytes, "64 GiB" or "80 GB"'
+        )
     return int(count)
 
 
@@ -357,7 +390,7 @@ def _describe(value: Any) -> str:
     return "None" if value is None else type(value).__name__
 
 
-class _stage:  # noqa: N801  (used as a function)
+class _Stage:
     """Says that a stage begins, and how long it took when it ends."""
 
     def __init__(self, say: Progress, name: str) -> None:

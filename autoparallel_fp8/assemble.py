@@ -1,4 +1,4 @@
-"""From the solver's choices back to a `Plan`: layouts, collectives, times and bytes, each read off the same data that was priced."""
+"""From the solver's choices back to a `Plan`: layouts, collectives, times and bytes, read off what was priced."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .layout import Layout, format_layout, split_order
 from .plan import PLAN_VERSION, CollectivePlan, NodePlan, ParameterPlan, Plan
 from .problem import Array, Solution
 from .redistribute import Step
-from .structure import Link
+from .structure import Link, gradient_tails
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def assemble(request: Request, pricing: Pricing, costs: list[Array], solution: S
         costs: as the problem had them.
         solution: with a choice for every variable.
     """
-    space, shape = pricing.space, pricing.shape
+    space = pricing.space
     graph, mesh, choices = space.graph, space.mesh, solution.choices
     moves = list(moves_of(pricing, choices))
     return Plan(
@@ -79,7 +79,7 @@ def assemble(request: Request, pricing: Pricing, costs: list[Array], solution: S
 
 
 def fingerprint(graph: Graph) -> str:
-    """Sixteen hex digits of the graph's ops, shapes, dtypes and edges; the same for the same model, torch and inputs."""
+    """Sixteen hex digits of the graph's ops, shapes, dtypes and edges: equal for equal model, torch and inputs."""
     digest = hashlib.sha256()
     for node in graph.nodes:
         reads = map_refs((node.args, node.kwargs), lambda ref: f"%{ref.node}.{ref.output}")
@@ -90,7 +90,7 @@ def fingerprint(graph: Graph) -> str:
 
 def moves_of(pricing: Pricing, choices: tuple[int, ...]) -> Iterator[Move]:
     """Every step of every link under these choices, in the order of the program."""
-    space, shape = pricing.space, pricing.shape
+    shape = pricing.shape
     order = sorted(range(len(shape.links)), key=lambda i: _when(pricing, shape.links[i]))
     for i in order:
         link = shape.links[i]
@@ -98,9 +98,9 @@ def moves_of(pricing: Pricing, choices: tuple[int, ...]) -> Iterator[Move]:
         end = shape.targets[link.target][link.target_slot][choices[link.target]]
         if start == end or link.is_tie:
             continue
-        spec = space.graph.spec(link.ref)
-        for step in pricing.routes(link.ref).path(start, end):
-            yield Move(link, step, pricing.step_us(step, spec, space.mesh.sizes))
+        routes = pricing.routes(link.ref)
+        for step in routes.path(start, end):
+            yield Move(link, step, routes.step_us(step))
 
 
 def _when(pricing: Pricing, link: Link) -> tuple[int, int]:
@@ -139,7 +139,7 @@ def _memory(pricing: Pricing, choices: tuple[int, ...], limit: int) -> dict[str,
         if node.kind == "parameter":
             for name, held in pricing.parameter_bytes(v).items():
                 found[name] += int(held[choices[v]])
-    for ref in pricing.kept_for_backward():
+    for ref in pricing.fusion.kept:
         found["activations"] += int(pricing.kept_bytes(ref)[choices[ref.node]])
     return {**found, "total": sum(found.values()), "limit": limit}
 
@@ -161,9 +161,13 @@ def _parameters(pricing: Pricing, choices: tuple[int, ...], moves: list[Move]) -
             split={str(dim): tuple(axes) for dim, axes in split_order(layout, space.mesh.names).items()},
             local_shape=local,
             bytes=int(np.prod(local, dtype=np.int64)) * spec.dtype.itemsize,
-            why="; ".join(reasons.get(v, [])) or ("whole on every rank" if all(p.kind == "R" for p in layout) else "stays where it is"),
+            why="; ".join(reasons.get(v, [])) or _quiet_reason(layout),
         )
     return found
+
+
+def _quiet_reason(layout: Layout) -> str:
+    return "whole on every rank" if all(p.kind == "R" for p in layout) else "stays where it is"
 
 
 def _reasons(pricing: Pricing, moves: list[Move]) -> dict[int, list[str]]:
@@ -177,22 +181,49 @@ def _reasons(pricing: Pricing, moves: list[Move]) -> dict[int, list[str]]:
             sources = {origin[ref.node] for ref in node.reads() if ref.node in origin}
             if len(sources) == 1:
                 origin[i] = sources.pop()
-    found: dict[int, dict[str, None]] = {}
+    owner = _gradient_owners(pricing.space.graph)
+    found: dict[int, dict[str, list[str]]] = {}
     for move in moves:
         target = pricing.shape.variables[move.link.target]
-        axes = "+".join(pricing.space.mesh.names[a] for a in move.step.axes)
-        dtype = dtype_name(pricing.space.graph.spec(move.link.ref).dtype)
         if move.step.kind == "slice":
             continue
-        if nodes[target.node].kind == "parameter" and target.role == "node":
-            words = f"gradient {move.step.kind.replace('_', '-')} {dtype} over {axes}"
-            found.setdefault(target.node, {})[words] = None
+        axes = "+".join(pricing.space.mesh.names[a] for a in move.step.axes)
+        dtype = dtype_name(pricing.space.graph.spec(move.link.ref).dtype)
+        v = target.node if nodes[target.node].kind == "parameter" else owner.get(target.node)
+        if v is not None and target.role == "node":
+            found.setdefault(v, {}).setdefault(f"gradient {_verb(move.step)} in {dtype} over {axes}", [])
         elif move.link.ref.node in origin:
-            small = pricing.space.graph.spec(move.link.ref).numel < nodes[origin[move.link.ref.node]].outputs[0].numel
-            what = "its amax " if small and move.step.reduction == "max" else ""
-            words = f"{what}{move.step.kind.replace('_', '-')} {dtype} over {axes} ({target.phase})"
-            found.setdefault(origin[move.link.ref.node], {})[words] = None
-    return {v: list(words) for v, words in found.items()}
+            v = origin[move.link.ref.node]
+            small = pricing.space.graph.spec(move.link.ref).numel < nodes[v].outputs[0].numel
+            words = f"{'amax ' if small else ''}{_verb(move.step)} in {dtype} over {axes}"
+            found.setdefault(v, {}).setdefault(words, []).append("fwd" if target.phase == "forward" else "bwd")
+    return {v: [_with_phases(text, phases) for text, phases in words.items()] for v, words in found.items()}
+
+
+def _gradient_owners(graph: Graph) -> dict[int, int]:
+    """Node of a gradient's tail -> the parameter whose gradient it is."""
+    tails = gradient_tails(graph)
+    parameters = {node.target: v for v, node in enumerate(graph.nodes) if node.kind == "parameter"}
+    found: dict[int, int] = {}
+    for output in graph.outputs:
+        if output.kind == "gradient" and tails[output.ref.node]:
+            found[output.ref.node] = parameters[output.target]
+    for i in sorted(range(len(graph.nodes)), reverse=True):
+        if i in found:
+            for ref in graph.nodes[i].reads():
+                if tails[ref.node]:
+                    found.setdefault(ref.node, found[i])
+    return found
+
+
+def _verb(step: Step) -> str:
+    return {"all_gather": "gathered", "reduce_scatter": "reduce-scattered", "all_reduce": "all-reduced"}.get(
+        step.kind, "exchanged"
+    )
+
+
+def _with_phases(text: str, phases: list[str]) -> str:
+    return f"{text} ({', '.join(dict.fromkeys(phases))})" if phases else text
 
 
 def _nodes(pricing: Pricing, costs: list[Array], choices: tuple[int, ...]) -> Iterator[NodePlan]:

@@ -72,20 +72,34 @@ def _parser() -> argparse.ArgumentParser:
 def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a preset, a config.json, or package.module:factory")
     parser.add_argument("--layers", type=int, metavar="N", help="build the model with N layers")
-    parser.add_argument("--recipe", help="tensorwise, rowwise or rowwise_with_gw_hp; without it the model stays as it is")
+    parser.add_argument(
+        "--recipe", help="tensorwise, rowwise or rowwise_with_gw_hp; without it the model stays as it is"
+    )
     parser.add_argument("--mesh", default="dp=8", help="axes and sizes, outermost first (default: %(default)s)")
     parser.add_argument("--device", help="a device profile (see `devices`) or a .toml file")
     parser.add_argument("--batch", type=int, help="global batch (default: twice the first axis)")
     parser.add_argument("--seq", type=int, help="sequence length (default: min(8192, the model's maximum))")
-    parser.add_argument("--memory-limit", metavar="SIZE", help='a device, such as "64 GiB" (default: the device\'s memory)')
+    parser.add_argument(
+        "--memory-limit", metavar="SIZE", help='a device, such as "64 GiB" (default: the device\'s memory)'
+    )
     parser.add_argument("--recompute", default="none", help="none (default); selective and full are not planned yet")
     parser.add_argument("--scale-scope", default="local", help="local (default) or global float8 scales")
-    parser.add_argument("--mixed-precision", action="store_true", help="fp32 masters, bf16 compute, fp32 gradient reduction")
+    parser.add_argument(
+        "--emulate", action="store_true", help="plan a recipe without a kernel on the device as emulated"
+    )
+    parser.add_argument(
+        "--mixed-precision", action="store_true", help="fp32 masters, bf16 compute, fp32 gradient reduction"
+    )
     parser.add_argument("--no-loss", action="store_true", help="leave cross-entropy out of the graph")
-    parser.add_argument("--pin", action="append", default=[], metavar="NAME=PLACEMENT", help='such as "layers.*.wq.weight=R, S(0)"')
+    parser.add_argument(
+        "--pin", action="append", default=[], metavar="NAME=PLACEMENT", help='such as "layers.*.wq.weight=R, S(0)"'
+    )
     parser.add_argument("--strict", action="store_true", help="an op without a rule is an error")
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="for the solver")
     parser.add_argument("--quiet", action="store_true", help="no progress")
+    parser.add_argument(
+        "--times", action="store_true", help="print the time of each stage to stderr at the end, in a pipe too"
+    )
 
 
 def _planner(options: argparse.Namespace) -> AutoParallel:
@@ -98,10 +112,12 @@ def _planner(options: argparse.Namespace) -> AutoParallel:
     pins = [_pin(text) for text in options.pin]
     from .api import AutoParallel
     from .models.presets import build
+    from .quiet import quiet
 
-    progress = _Progress(sys.stderr, options.quiet)
+    progress = _Progress(sys.stderr, options.quiet, options.times)
     progress("model: building")
-    model = build(options.model, num_layers=options.layers, dtype=_master_dtype(options))
+    with quiet():
+        model = build(options.model, num_layers=options.layers, dtype=_master_dtype(options))
     planner = AutoParallel(
         model,
         options.mesh,
@@ -113,6 +129,7 @@ def _planner(options: argparse.Namespace) -> AutoParallel:
         mixed_precision=_policy(options),
         recompute=options.recompute,
         scale_scope=options.scale_scope,
+        emulate=options.emulate,
         memory_limit=options.memory_limit,
         strict=options.strict,
         time_limit=options.time_limit,
@@ -142,7 +159,9 @@ def _policy(options: argparse.Namespace) -> Any:
 def _pin(text: str) -> tuple[str, str]:
     name, equals, placement = text.partition("=")
     if not equals or not name.strip() or not placement.strip():
-        raise UsageError(f"--pin {text!r} has no placement", at="--pin", do='write NAME=PLACEMENT, such as "lm_head.weight=R, S(0)"')
+        raise UsageError(
+            f"--pin {text!r} has no placement", at="--pin", do='write NAME=PLACEMENT, such as "lm_head.weight=R, S(0)"'
+        )
     return name.strip(), placement.strip()
 
 
@@ -175,9 +194,12 @@ def _devices(options: argparse.Namespace) -> None:
 
     if options.name:
         profile = load_device(options.name)
-        rows = [("number", "source")] + [(key, source) for key, source in profile.sources.items()]
-        print(f"{profile.name} ({profile.vendor}, {profile.architecture}); recipes: {', '.join(profile.recipes) or 'none'}")
-        print(format_table(rows))
+        shown = [("number", "source"), *profile.sources.items()]
+        print(
+            f"{profile.name} ({profile.vendor}, {profile.architecture}); "
+            f"recipes: {', '.join(profile.recipes) or 'none'}"
+        )
+        print(format_table(shown))
         return
     rows = [("device", "arch", "memory", "bandwidth", "bf16", "float8", "recipes")]
     for name in device_names():
@@ -200,8 +222,8 @@ def _rules(options: argparse.Namespace) -> None:
 class _Progress:
     """Lines on a terminal, each stage overwriting the last; nothing in a pipe. Keeps the stages' times."""
 
-    def __init__(self, stream: Any, quiet: bool) -> None:
-        self.stream = stream
+    def __init__(self, stream: Any, quiet: bool, times: bool = False) -> None:
+        self.stream, self.with_times = stream, times
         self.shown = not quiet and stream.isatty()
         self.started = time.perf_counter()
         self.times: list[str] = []
@@ -213,9 +235,11 @@ class _Progress:
             print(f"\r\x1b[2K{time.perf_counter() - self.started:6.1f} s  {text}", end="", file=self.stream, flush=True)
 
     def finish(self) -> None:
+        total = f"{time.perf_counter() - self.started:6.1f} s  {', '.join(self.times)}"
         if self.shown:
-            total = time.perf_counter() - self.started
-            print(f"\r\x1b[2K{total:6.1f} s  {', '.join(self.times)}", file=self.stream, flush=True)
+            print(f"\r\x1b[2K{total}", file=self.stream, flush=True)
+        elif self.with_times:
+            print(total, file=self.stream, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What a user demands of a plan, turned into restrictions on variables: pins, input and output placements, budgets.
 
-A constraint is kept as the user wrote it and read against the structure only when the plan is made, so the order of calls
-does not matter and one can be taken back.
+A constraint is kept as the user wrote it and read against the structure only when the plan is made, so the order of
+calls does not matter and one can be taken back.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Constraints:
         parameters: (name or glob, placement) of pins.
         nodes: (name or glob, placement) of ops' results.
         inputs, outputs: a placement each, in order; None leaves free.
-        budget: (least, largest) share of every parameter that one rank may hold.
+        budget: (least, largest) share that one rank may hold of every parameter without a pin.
     """
 
     parameters: tuple[tuple[str, str], ...] = ()
@@ -56,7 +56,8 @@ class Constraints:
     def with_budget(self, low: float, high: float) -> Constraints:
         if not 0 <= low <= high or high > 1:
             raise UsageError(
-                f"a parameter memory constraint from {low} to {high}", do="give shares of each parameter, 0 <= low <= high <= 1"
+                f"a parameter memory constraint from {low} to {high}",
+                do="give shares of each parameter, 0 <= low <= high <= 1",
             )
         return replace(self, budget=(low, high))
 
@@ -78,7 +79,9 @@ def _one_text(placement: object) -> str:
         return f"S({placement.dim})"  # type: ignore[attr-defined]
     if name == "Partial":
         return f"P({placement.reduce_op})"  # type: ignore[attr-defined]
-    raise UsageError(f"{placement!r} is no placement", do='write "R", "S(dim)" or "P(sum)", or torch\'s Replicate, Shard, Partial')
+    raise UsageError(
+        f"{placement!r} is no placement", do='write "R", "S(dim)" or "P(sum)", or torch\'s Replicate, Shard, Partial'
+    )
 
 
 def restrictions(wanted: Constraints, space: Space, shape: Structure) -> tuple[Restriction, ...]:
@@ -101,19 +104,24 @@ class _Reader:
         parameters = {n.target: i for i, n in enumerate(nodes) if n.kind == "parameter"}
         aliases = {alias: parameters[kept] for alias, kept in self.space.graph.aliases}
         ops = {n.name: i for i, n in enumerate(nodes) if n.kind == "op"}
+        pinned = set()
         for pattern, text in wanted.parameters:
             for name, v in self._matching(pattern, {**parameters, **aliases}, "parameter"):
+                pinned.add(v)
                 yield self._restrict(f'pin("{name}", "{text}")', v, text)
         for pattern, text in wanted.nodes:
             for name, v in self._matching(pattern, ops, "op"):
                 yield self._restrict(f'add_node_constraint("{name}", "{text}")', v, text)
         inputs = [(n.target, i) for i, n in enumerate(nodes) if n.kind == "input"]
         yield from self._listed("input", inputs, wanted.inputs)
-        outputs = [(v.name.removeprefix("output "), i) for i, v in enumerate(self.shape.variables) if v.role == "output"]
+        outputs = [
+            (v.name.removeprefix("output "), i) for i, v in enumerate(self.shape.variables) if v.role == "output"
+        ]
         yield from self._listed("output", outputs, wanted.outputs)
         if wanted.budget is not None:
             for name, v in parameters.items():
-                yield self._budget(name, v, *wanted.budget)
+                if v not in pinned:
+                    yield self._budget(name, v, *wanted.budget)
 
     def _matching(self, pattern: str, names: dict[str, int], what: str) -> list[tuple[str, int]]:
         found = [(name, names[name]) for name in names if fnmatch.fnmatchcase(name, pattern)]
@@ -122,7 +130,9 @@ class _Reader:
             raise UsageError(f"no {what} is called {pattern!r}", at="constraints", do=f"names are {shown}")
         return found
 
-    def _listed(self, what: str, slots: list[tuple[str, int]], placements: tuple[str | None, ...]) -> Iterator[Restriction]:
+    def _listed(
+        self, what: str, slots: list[tuple[str, int]], placements: tuple[str | None, ...]
+    ) -> Iterator[Restriction]:
         if placements and len(placements) != len(slots):
             names = ", ".join(name for name, _ in slots)
             raise UsageError(
@@ -158,7 +168,8 @@ class _Reader:
                 for other, size in zip(layout, sizes, strict=True):
                     ways *= size if other == placement else 1
                 if shape[placement.dim] % ways:
-                    reason += f": dim {placement.dim} of size {shape[placement.dim]} does not split {ways} ways over axis {axis.name}"
+                    size = shape[placement.dim]
+                    reason += f": dim {placement.dim} of size {size} does not split {ways} ways over axis {axis.name}"
                     break
         else:
             if local_factors(factors, layout, sizes) is None:

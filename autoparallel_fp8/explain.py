@@ -15,7 +15,7 @@ from .graph import Ref
 from .layout import format_layout
 from .options import Space, format_option
 from .problem import Problem, Restriction, Solution
-from .solve import solve
+from .solver import solve
 from .structure import Structure
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from .graph import Graph, Ref
 from .layout import Factors
@@ -129,11 +130,11 @@ def _sizes(size: int, cuts: Cuts) -> tuple[int, ...]:
     if size == 1:
         return ()
     edges = [1, *sorted(cuts), size]
-    return tuple(high // low for low, high in zip(edges, edges[1:], strict=False))[::-1]
+    return tuple(high // low for low, high in pairwise(edges))[::-1]
 
 
 def _refine(signature: Signature, tensors: list[tuple[Dims, Factors]]) -> Signature:
-    """The signature with each atom replaced by its factors; an atom whose factors differ between tensors stays whole."""
+    """The signature with each atom cut into its factors; an atom whose factors differ between tensors stays whole."""
     pieces: dict[str, tuple[int, ...]] = {}
     whole = set(signature.whole)
     for dims, factors in tensors:
@@ -151,7 +152,7 @@ def _refine(signature: Signature, tensors: list[tuple[Dims, Factors]]) -> Signat
         for atom in signature.sizes
         if atom in pieces
     }
-    sizes = {
+    cut_sizes = {
         name: pieces[atom][k] if atom not in whole else signature.sizes[atom]
         for atom, parts_of in names.items()
         for k, name in enumerate(parts_of)
@@ -167,7 +168,7 @@ def _refine(signature: Signature, tensors: list[tuple[Dims, Factors]]) -> Signat
         signature,
         operands=tuple(map(dims_of, signature.operands)),
         results=tuple(map(dims_of, signature.results)),
-        sizes=sizes,
+        sizes=cut_sizes,
         reduced=spread(dict(signature.reduced)),
         whole=frozenset(name for atom in whole if atom in names for name in names[atom]),
         local=spread(dict(signature.local)),

@@ -1,4 +1,4 @@
-"""From prices to the `Problem`: cost vectors, shared tables, rows and restrictions. The last stage before plain numbers."""
+"""From prices to the `Problem`: cost vectors, shared tables, rows and restrictions; from here on plain numbers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def formulate(
                 if key not in made:
                     made[key] = makers[key]()
             numbers[combined] = len(tables)
-            tables.append(sum((made[key].T if flipped else made[key] for key, flipped in parts), start=np.float64(0.0)))  # type: ignore[arg-type]
+            tables.append(np.sum([made[key].T if flipped else made[key] for key, flipped in parts], axis=0))
         edges.append(Edge(u, w, numbers[combined]))
     names = tuple(v.name for v in shape.variables)
     return Problem(names, tuple(costs), tuple(edges), tuple(tables), tuple(rows), tuple(restrictions))

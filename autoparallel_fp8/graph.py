@@ -79,6 +79,11 @@ class Node:
         """`aten.mm.default` for ops, the kind otherwise."""
         return str(self.op) if self.kind == "op" else self.kind
 
+    @property
+    def module_of_target(self) -> str:
+        """The module that a parameter or buffer belongs to."""
+        return self.target.rpartition(".")[0]
+
     def reads(self) -> Iterator[Ref]:
         """Every value the node reads, in argument order, repeats included."""
         yield from refs_in(self.args)

@@ -39,17 +39,25 @@ def default_inputs(
             raise UsageError(f"{name} is {size!r}", at=name, do="give a whole number of 1 or more")
     if inputs is not None or kwargs:
         if batch is not None or seq is not None:
-            raise UsageError("batch and seq are for made-up token ids, but inputs were given", at="inputs", do="pass one or the other")
+            raise UsageError(
+                "batch and seq are for made-up token ids, but inputs were given",
+                at="inputs",
+                do="pass one or the other",
+            )
         if isinstance(inputs, torch.Tensor) or (inputs is not None and not isinstance(inputs, Sequence)):
             raise UsageError(
-                f"inputs is a {type(inputs).__name__}", at="inputs", do="pass a tuple of the model's arguments, such as (tokens,)"
+                f"inputs is a {type(inputs).__name__}",
+                at="inputs",
+                do="pass a tuple of the model's arguments, such as (tokens,)",
             )
         return tuple(inputs or ()), dict(kwargs or {})
     if is_hugging_face(model) and is_causal_lm(model):
         longest = maximum_length(model)
         length = seq or min(DEFAULT_SEQ, longest or DEFAULT_SEQ)
         if longest is not None and length > longest:
-            raise UsageError(f"seq is {length}, but the model takes at most {longest}", at="seq", do=f"give {longest} or less")
+            raise UsageError(
+                f"seq is {length}, but the model takes at most {longest}", at="seq", do=f"give {longest} or less"
+            )
         return (torch.empty(batch or 2 * mesh.axes[0].size, length, dtype=torch.int64, device="meta"),), {}
     examples = getattr(model, "example_inputs", None)
     if examples is None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import re
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 from .errors import UsageError
@@ -26,7 +26,8 @@ class Placement(NamedTuple):
 
     kind: "R" whole on every rank; "S" split at `factor` of `dim`; "P" partial, to be summed; "M" partial, to be
     maximised; "F" split and *frozen*: every rank's part is scaled by that rank's own scale; "V" such a scale: every
-    rank has a value of its own. F and V stay as they are: no collective moves them.
+    rank has a value of its own, taken of the part that a split at `factor` of `dim` gives it. "Q" a part of a sum
+    that is still to be multiplied by such scales. F, V and Q stay as they are: no collective moves them.
     """
 
     kind: str
@@ -34,16 +35,23 @@ class Placement(NamedTuple):
     factor: int = -1
 
     def __str__(self) -> str:
-        if self.kind in "SF":
-            where = f"{self.dim}" if self.factor == 0 else f"{self.dim}.{self.factor}"
-            return f"{'S' if self.kind == 'S' else 'Frozen'}({where})"
-        return {"R": "R", "P": "P(sum)", "M": "P(max)", "V": "Own"}[self.kind]
+        where = f"{self.dim}" if self.factor == 0 else f"{self.dim}.{self.factor}"
+        words = {
+            "R": "R",
+            "P": "P(sum)",
+            "M": "P(max)",
+            "S": f"S({where})",
+            "F": f"Frozen({where})",
+            "V": f"Own({where})",
+            "Q": "Unscaled",
+        }
+        return words[self.kind]
 
 
 R = Placement("R")
 P = Placement("P")
 M = Placement("M")
-V = Placement("V")
+Q = Placement("Q")
 
 
 def split(dim: int, factor: int = 0) -> Placement:
@@ -52,6 +60,10 @@ def split(dim: int, factor: int = 0) -> Placement:
 
 def frozen(dim: int, factor: int = 0) -> Placement:
     return Placement("F", dim, factor)
+
+
+def own(dim: int, factor: int = 0) -> Placement:
+    return Placement("V", dim, factor)
 
 
 Layout = tuple[Placement, ...]
@@ -91,16 +103,18 @@ def _parse_placement(part: str, ndim: int, text: str) -> Placement:
         raise UsageError(f"{part!r} in {text!r} is no placement", do="write R, S(dim), P(sum) or P(max)")
     dim = int(match[1])
     if not -ndim <= dim < ndim:
-        raise UsageError(f"{part!r} in {text!r} names dim {dim} of a tensor with {ndim} dims")
+        raise UsageError(
+            f"{part!r} in {text!r} names dim {dim} of a tensor with {ndim} dims", do=f"dims are 0 to {ndim - 1}"
+        )
     return split(dim % ndim, int(match[2] or 0))
 
 
 def is_moved(layout: Layout) -> bool:
     """Whether a collective may act on the layout: nothing frozen, no scale of one rank's own."""
-    return all(p.kind not in "FV" for p in layout)
+    return all(p.kind not in "FVQ" for p in layout)
 
 
-@lru_cache(maxsize=None)
+@cache
 def local_factors(factors: Factors, layout: Layout, sizes: tuple[int, ...]) -> Factors | None:
     """What is left of each factor on one rank; None where the split is not even or does not fit.
 
@@ -133,7 +147,7 @@ def local_factors(factors: Factors, layout: Layout, sizes: tuple[int, ...]) -> F
     return tuple(tuple(dim) for dim in local)
 
 
-@lru_cache(maxsize=None)
+@cache
 def local_shape(shape: tuple[int, ...], factors: Factors, layout: Layout, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Shape of one rank's part, all parts being equal.
 
@@ -151,7 +165,7 @@ def local_shape(shape: tuple[int, ...], factors: Factors, layout: Layout, sizes:
     return tuple(result)
 
 
-@lru_cache(maxsize=None)
+@cache
 def local_stride(shape: tuple[int, ...], stride: tuple[int, ...], local: tuple[int, ...]) -> tuple[int, ...]:
     """Stride of one rank's part: the memory order of the global tensor, dense. Broadcast dims (stride 0) stay 0.
 
@@ -181,7 +195,7 @@ class Universe:
     index: dict[Layout, int]
 
 
-@lru_cache(maxsize=None)
+@cache
 def universe(
     factors: Factors, sizes: tuple[int, ...], splits: tuple[tuple[int, int], ...], partial_kinds: str
 ) -> Universe:
@@ -195,7 +209,7 @@ def universe(
     single += [split(d, f) for d, f in splits]
     single += [Placement(kind) for kind in partial_kinds]
     layouts = []
-    for layout in itertools.product(single, repeat=len(sizes)):
+    for layout in itertools.product(*([R] if size == 1 else single for size in sizes)):
         if not {P, M} <= set(layout) and local_factors(factors, layout, sizes) is not None:
             layouts.append(layout)
     return Universe(tuple(layouts), {layout: i for i, layout in enumerate(layouts)})

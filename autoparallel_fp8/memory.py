@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from .cost_models import Pricing
@@ -22,7 +24,15 @@ def memory_row(pricing: Pricing, limit: float) -> Row:
 def activation_terms(pricing: Pricing) -> dict[int, Array]:
     """Variable -> bytes on one device that each of its options keeps for backward."""
     terms: dict[int, Array] = {}
-    for ref in pricing.kept_for_backward():
+    for ref in pricing.fusion.kept:
         held = pricing.kept_bytes(ref)
-        terms[ref.node] = terms[ref.node] + held if ref.node in terms else held
+        terms = added(terms, {ref.node: held})
     return terms
+
+
+def added(first: Mapping[int, Array], second: Mapping[int, Array]) -> dict[int, Array]:
+    """Terms of both; where a variable has both, their sum."""
+    result = dict(first)
+    for v, held in second.items():
+        result[v] = result[v] + held if v in result else held
+    return result

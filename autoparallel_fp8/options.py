@@ -13,13 +13,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import RuleError
+from .errors import RuleError, UsageError
 from .factors import factorize
 from .graph import Graph, Node, Ref, TensorSpec, map_refs
 from .layout import Factors, Layout, Placement, R, format_layout, local_factors, local_shape, local_stride, universe
 from .mesh import Mesh
+from .own_scales import own_scales
 from .reach import Reach, reachable
-from .rules import AxisRow, OpCall, Signature, broken_constraints, find_rule, rows
+from .rules import ALIGNMENT, AxisRow, OpCall, Signature, broken_constraints, find_rule, rows
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def expand(graph: Graph, mesh: Mesh, *, architecture: str, scale_scope: str = "l
     _complain(graph, missing, strict)
     factors, refined = factorize(graph, signatures)
     reach, atoms = reachable(graph, refined, factors)
-    scaling = _scale_region(graph, refined) if scale_scope == "local" else set()
+    scales = own_scales(graph, refined) if scale_scope == "local" else {}
     kinds: list[Kind] = []
     numbers: dict[Any, int] = {}
     kind_of = []
@@ -125,7 +126,7 @@ def expand(graph: Graph, mesh: Mesh, *, architecture: str, scale_scope: str = "l
         reads = tuple(factors[ref] for ref in node.reads())
         makes = tuple(factors[Ref(i, k)] for k in range(len(node.outputs)))
         partials = tuple(reach[ref].partials for ref in node.reads())
-        key = (node.kind, calls[i], reads, makes, i in scaling, atoms[i], partials)
+        key = (node.kind, calls[i], reads, makes, scales.get(i), atoms[i], partials)
         if key not in numbers:
             numbers[key] = len(kinds)
             signature = refined[i]
@@ -134,10 +135,10 @@ def expand(graph: Graph, mesh: Mesh, *, architecture: str, scale_scope: str = "l
             elif signature is None:
                 found = _replicated_kind(len(kinds), node, calls[i], reads, makes, mesh)
             else:
-                axis_rows = rows(
-                    signature, node.outputs, local_scales=i in scaling, atoms=atoms[i], partials=partials
-                )
+                axis_rows = rows(signature, node.outputs, own_scales=scales.get(i), atoms=atoms[i], partials=partials)
                 found = _op_kind(len(kinds), node, calls[i], signature, axis_rows, reads, makes, mesh, architecture)
+            if not found.options:
+                raise _illegal(graph, node, found)
             kinds.append(found)
         kind_of.append(numbers[key])
     return Space(graph, mesh, factors, reach, tuple(kinds), tuple(kind_of), missing)
@@ -186,25 +187,6 @@ def _complain(graph: Graph, missing: tuple[str, ...], strict: bool) -> None:
         warnings.warn(f"no rule for {', '.join(missing)}: planned replicated", stacklevel=4)
 
 
-def _scale_region(graph: Graph, signatures: list[Signature | None]) -> set[int]:
-    """Nodes between a maximum and a scaled GEMM, where a scale of each rank's own may live; weights are left out."""
-    readers = graph.readers()
-    below: set[int] = set()
-    for i, signature in enumerate(signatures):
-        if signature is not None and not graph.nodes[i].from_parameters:
-            from_scale = any(ref.node in below for ref in graph.nodes[i].reads())
-            if signature.makes_own or (from_scale and (signature.passes_scales or signature.scaled)):
-                below.add(i)
-    region: set[int] = set()
-    for i in sorted(below, reverse=True):
-        signature = signatures[i]
-        assert signature is not None
-        used = {j for k in range(len(graph.nodes[i].outputs)) for j in readers.get(Ref(i, k), ())}
-        if signature.scaled or used & region:
-            region.add(i)
-    return region
-
-
 def _source_kind(number: int, node: Node, call: OpCall, makes: tuple[Factors, ...], mesh: Mesh) -> Kind:
     options = tuple(_source_options(node, makes, mesh.sizes))
     return Kind(number, node.kind, call, (), makes, options, ())
@@ -233,7 +215,7 @@ def _op_kind(
     sizes = mesh.sizes
     options_found: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], Option] = {}
     refused: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], Refusal] = {}
-    for option in _products(signature, axis_rows, reads, makes, sizes):
+    for option in products(signature, axis_rows, reads, makes, sizes):
         key = (option.operands, option.results)
         if key in options_found or key in refused:
             continue
@@ -242,10 +224,6 @@ def _op_kind(
             refused[key] = Refusal(option.results, option.operands, sentences[0])
         else:
             options_found[key] = option
-    if not options_found:
-        raise RuleError(
-            f"{node.op_name} has no legal option: {next(iter(refused.values())).sentence}", at=node.module or node.name
-        )
     return Kind(number, node.op_name, call, reads, makes, tuple(options_found.values()), tuple(refused.values()))
 
 
@@ -265,16 +243,43 @@ def _source_options(node: Node, makes: tuple[Factors, ...], sizes: tuple[int, ..
         yield Option((), (layout,), row)
 
 
-def _products(
+def _illegal(graph: Graph, node: Node, kind: Kind) -> UsageError:
+    """What to say of an op that its kernel refuses even whole: a layer's own size, or the number of tokens."""
+    whole = next((r for r in kind.refused if all(p == R for layout in r.operands for p in layout)), kind.refused[0])
+    where = f"{node.module or node.name} ({node.op_name}, {node.phase})"
+    weights = {
+        size
+        for n in graph.nodes
+        if n.kind == "parameter" and n.module_of_target == node.module
+        for size in n.outputs[0].shape
+    }
+    bad = [size for spec in kind.call.tensors[:2] for size in spec.shape if size % ALIGNMENT and size not in weights]
+    tokens = [n.outputs[0].shape[:2] for n in graph.nodes if n.kind == "input" and len(n.outputs[0].shape) >= 2]
+    if bad and tokens:
+        batch, seq = tokens[0]
+        legal = seq
+        while batch * legal % ALIGNMENT:
+            legal += 1
+        do = (
+            f"give a batch x sequence of a multiple of {ALIGNMENT} tokens: the smallest from here is "
+            f"{batch} x {legal} ({batch * legal} tokens)"
+        )
+    else:
+        do = f"pad the layer to a multiple of {ALIGNMENT}, or keep it in bf16 (leave it out of the conversion)"
+    return UsageError(f"a float8 GEMM is illegal even unsplit: {whole.sentence}", at=where, do=do)
+
+
+def products(
     signature: Signature,
     axis_rows: tuple[AxisRow, ...],
     reads: tuple[Factors, ...],
     makes: tuple[Factors, ...],
     sizes: tuple[int, ...],
 ) -> Iterator[Option]:
+    """Rows of one axis multiplied out over the mesh: every combination that fits the factors."""
     after = _successors(signature)
-    for chosen in itertools.product(axis_rows, repeat=len(sizes)):
-        if not _spills_alike(chosen, signature, after, sizes):
+    for chosen in itertools.product(*(axis_rows[:1] if size == 1 else axis_rows for size in sizes)):
+        if not _spills_alike(chosen, signature, after, sizes) or not _scales_alike(chosen):
             continue
         operands = tuple(tuple(row.operands[k] for row in chosen) for k in range(len(reads)))
         results = tuple(tuple(row.results[k] for row in chosen) for k in range(len(makes)))
@@ -317,6 +322,20 @@ def _spills_alike(
     return True
 
 
+def _scales_alike(chosen: tuple[AxisRow, ...]) -> bool:
+    """Axes that split one factor together have own scales together: the part of each rank depends on all of them."""
+    has_own = [any(p.kind == "V" for p in (*row.operands, *row.results)) for row in chosen]
+    if not any(has_own):
+        return True
+    for k in range(len(chosen[0].operands)):
+        seen: dict[tuple[int, int], bool] = {}
+        for row, is_own in zip(chosen, has_own, strict=True):
+            placement = row.operands[k]
+            if placement.kind in "SF" and seen.setdefault((placement.dim, placement.factor), is_own) != is_own:
+                return False
+    return True
+
+
 def _check(
     call: OpCall, option: Option, reads: tuple[Factors, ...], sizes: tuple[int, ...], architecture: str
 ) -> tuple[str, ...]:
@@ -334,7 +353,7 @@ def local_specs(
     return tuple(found)
 
 
-def format_option(option: Option) -> str:
+def format_option(option: Option | Refusal) -> str:
     """`[R, S(0)] x [S(1), R] -> [P(sum), S(0)]`."""
     left = " x ".join(f"[{format_layout(layout)}]" for layout in option.operands)
     right = ", ".join(f"[{format_layout(layout)}]" for layout in option.results)

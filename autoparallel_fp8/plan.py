@@ -154,10 +154,14 @@ class Plan:
     def from_data(cls, data: Any, where: str = "plan") -> Plan:
         """The plan in parsed JSON; raises PlanError as `load` does."""
         if not isinstance(data, dict) or "version" not in data:
-            raise PlanError("the file holds no plan", at=where, do="make one with `autoparallel-fp8 plan MODEL --json FILE`")
+            raise PlanError(
+                "the file holds no plan", at=where, do="make one with `autoparallel-fp8 plan MODEL --json FILE`"
+            )
         if data["version"] != PLAN_VERSION:
             raise PlanError(
-                f"plan version {data['version']}, but this library reads version {PLAN_VERSION}", at=where, do="plan again"
+                f"plan version {data['version']}, but this library reads version {PLAN_VERSION}",
+                at=where,
+                do="plan again",
             )
         missing = sorted({f.name for f in fields(cls)} - {"explain_with"} - set(data))
         if missing:
@@ -168,7 +172,9 @@ class Plan:
             known["nodes"] = tuple(NodePlan(**node) for node in known["nodes"])
             known["collectives"] = tuple(CollectivePlan(**c) for c in known["collectives"])
         except (TypeError, AttributeError) as error:
-            raise PlanError(f"the plan does not have the fields of version {PLAN_VERSION}: {error}", at=where) from error
+            raise PlanError(
+                f"the plan does not have the fields of version {PLAN_VERSION}: {error}", at=where
+            ) from error
         return cls(**known)
 
     def explain(self, name: str) -> Explanation:
@@ -203,7 +209,9 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
             os.unlink(temporary)
             raise
     except OSError as error:
-        raise UsageError(f"cannot write {target}: {error.strerror}", do="name a file in a folder that can be written") from error
+        raise UsageError(
+            f"cannot write {target}: {error.strerror}", do="name a file in a folder that can be written"
+        ) from error
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:

@@ -53,7 +53,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Restriction:
-    """Somebody's wish that a variable takes one of some options; kept apart from costs so that a conflict can name it."""
+    """A wish that a variable takes one of some options; kept apart from costs so that a conflict can name it."""
 
     name: str
     variable: int

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from .graph import Graph, Ref
 from .layout import Factors
-from .rules import HEAVY_OPS, Signature
+from .rules import HEAVY_OPS, Signature, partial_kinds
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,10 @@ def _slots(graph: Graph, i: int, signature: Signature | None) -> dict[str, list[
 
 
 def _leaders(
-    graph: Graph, signatures: Sequence[Signature | None], factors: dict[Ref, Factors], slots: list[dict[str, list[Position]]]
+    graph: Graph,
+    signatures: Sequence[Signature | None],
+    factors: dict[Ref, Factors],
+    slots: list[dict[str, list[Position]]],
 ) -> list[Position]:
     """Leading factors of parameters and inputs, and of heavy ops' operands where they may be split."""
     found = []
@@ -125,6 +128,5 @@ def _partials(graph: Graph, signatures: Sequence[Signature | None]) -> dict[Ref,
             if signature.monotone and all("M" in operands[k] for k in signature.monotone):
                 kinds.add("M")
         for k, spec in enumerate(node.outputs):
-            adds_up = spec.dtype.is_floating_point and spec.dtype.itemsize > 1
-            found[Ref(i, k)] = "".join(kind for kind in "PM" if kind in kinds and (adds_up or kind == "M"))
+            found[Ref(i, k)] = "".join(kind for kind in partial_kinds(spec) if kind in kinds)
     return found

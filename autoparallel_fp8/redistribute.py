@@ -43,8 +43,8 @@ class Step:
     reduction: str = ""
 
 
-Price = Callable[[Step, TensorSpec, tuple[int, ...]], float]
-"""(step, global tensor, mesh sizes) -> microseconds."""
+Price = Callable[[Step, TensorSpec], float]
+"""(step, global tensor) -> microseconds."""
 
 
 def steps(
@@ -67,21 +67,19 @@ def steps(
             if new == old or (len(axes) > 1 and new.kind == "S" and old.kind == "S"):
                 continue
             target = tuple(new if a in axes else p for a, p in enumerate(layout))
+            if old.kind == new.kind == "S" and not _is_exchange(factors, layout, new, axes[0], sizes):
+                continue
             if _is_minor(target, axes, new) and local_factors(factors, target, sizes) is not None:
                 yield _step(spec, factors, layout, target, axes, old, new, sizes)
 
 
 def _axis_groups(layout: Layout, sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     """Axes with one placement that may change together: any one that is minor, or several that are the minor ones."""
-    num_axes = len(layout)
-    for count in range(1, num_axes + 1):
-        for axes in itertools.combinations(range(num_axes), count):
+    real = [a for a, size in enumerate(sizes) if size > 1]
+    for count in range(1, len(real) + 1):
+        for axes in itertools.combinations(real, count):
             same = layout[axes[0]]
-            if (
-                all(layout[a] == same for a in axes)
-                and (count == 1 or same.kind != "R")
-                and _is_minor(layout, axes, same)
-            ):
+            if all(layout[a] == same for a in axes) and _is_minor(layout, axes, same):
                 yield axes
 
 
@@ -90,6 +88,14 @@ def _is_minor(layout: Layout, axes: tuple[int, ...], placement: Placement) -> bo
     if placement.kind != "S":
         return True
     return all(a in axes or layout[a] != placement or a > max(axes) for a in range(len(layout)))
+
+
+def _is_exchange(factors: Factors, layout: Layout, new: Placement, axis: int, sizes: tuple[int, ...]) -> bool:
+    """Whether each rank can cut what it holds the new way too, so that every rank sends every other an equal piece.
+
+    It cannot where the old split runs on into the new one's factor, or the other way round.
+    """
+    return local_factors(factors, (*layout, new), (*sizes, sizes[axis])) is not None
 
 
 def _step(
@@ -143,7 +149,7 @@ class Routes:
         for i, layout in enumerate(self.layouts.layouts):
             for step in steps(self.spec, self.factors, layout, self.sizes, self.reach.splits):
                 j = self.layouts.index[step.target]
-                us = self._price(step, self.spec, self.sizes)
+                us = self._price(step, self.spec)
                 if us < cost[i, j]:
                     cost[i, j] = us
                     direct[i, j] = step
@@ -158,6 +164,10 @@ class Routes:
     @property
     def cost_us(self) -> npt.NDArray[np.float64]:
         return self._solved[0]
+
+    def step_us(self, step: Step) -> float:
+        """What one of the steps costs."""
+        return self._price(step, self.spec)
 
     def path(self, source: Layout, target: Layout) -> tuple[Step, ...]:
         """The cheapest steps from one layout to another; () where they are equal."""

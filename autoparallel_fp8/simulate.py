@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autoparallel_fp8.capture.rewrite import same_layout
 from autoparallel_fp8.errors import UsageError
 from autoparallel_fp8.graph import ABSENT, Graph, Node, TensorSpec, map_refs
 from autoparallel_fp8.ops import attention as _registers_the_op  # noqa: F401
-from autoparallel_fp8.rewrite import same_layout
 
 
 def run_graph(

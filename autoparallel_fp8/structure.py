@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-
-from .graph import Graph, Node, Output, Ref
-from .layout import Layout, universe
-from .options import Space
+from .graph import Graph, Output, Ref
+from .layout import Layout, is_moved, universe
+from .options import Kind, Space
 from .rules import HEAVY_OPS
+
 
 @dataclass(frozen=True)
 class Variable:
@@ -51,6 +52,7 @@ class Link:
         target_slot: operand of a node; 0 for a copy, an output or a parameter (which takes its gradient).
         is_hideable: only parameters lead here, or only gradients follow: it may overlap with compute.
         is_tie: both must lie alike (output and tangent, buffer and its new value); nothing is moved.
+        keeps_partial: a partial gradient on its way to the cast it is to be reduced in: no reduction here.
     """
 
     ref: Ref
@@ -60,6 +62,7 @@ class Link:
     target_slot: int
     is_hideable: bool = False
     is_tie: bool = False
+    keeps_partial: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,24 +95,15 @@ class _Builder:
         self.links: list[Link] = []
         self.sources: list[tuple[tuple[Layout, ...], ...]] = []
         self.targets: list[tuple[tuple[Layout, ...], ...]] = []
-        self.only_gradients = _only_gradients(self.graph)
+        self.only_gradients = gradient_tails(self.graph)
+        self.before_cast = _before_widening(self.graph, self.only_gradients)
         self._shared: dict[object, tuple[tuple[Layout, ...], ...]] = {}
 
     def build(self) -> Structure:
         for i, node in enumerate(self.graph.nodes):
             kind = self.space.kind(i)
-            slots = self._share(
-                ("results", kind.number),
-                lambda k=kind: tuple(
-                    tuple(option.results[s] for option in k.options) for s in range(len(k.result_factors))
-                ),
-            )
-            wants = self._share(
-                ("operands", kind.number),
-                lambda k=kind: tuple(
-                    tuple(option.operands[s] for option in k.options) for s in range(len(k.operand_factors))
-                ),
-            )
+            slots = self._share(("results", kind.number), partial(_result_layouts, kind))
+            wants = self._share(("operands", kind.number), partial(_operand_layouts, kind))
             self._add(Variable(node.name, "node", i, None, node.phase), slots, wants if node.kind == "op" else slots)
         readers = self._readers()
         outputs = self._outputs_of()
@@ -157,10 +151,12 @@ class _Builder:
             name = f"{node.name}{f'.{ref.output}' if ref.output else ''}:{phase}"
             copy = self._add(Variable(name, "copy", ref.node, ref, phase), (layouts,), (layouts,))
             only_gradients = all(self.only_gradients[i] for i, _ in reads)
-            self.links.append(Link(ref, source, slot, copy, 0, prefetched or only_gradients))
+            waits = all(self.before_cast[i] for i, _ in reads)
+            self.links.append(Link(ref, source, slot, copy, 0, prefetched or only_gradients, keeps_partial=waits))
             source, slot = copy, 0
         for i, operand in reads:
-            self.links.append(Link(ref, source, slot, i, operand, prefetched or self.only_gradients[i]))
+            hides = prefetched or self.only_gradients[i]
+            self.links.append(Link(ref, source, slot, i, operand, hides, keeps_partial=self.before_cast[i]))
 
     def _copy_layouts(self, ref: Ref, reads: list[tuple[int, int]]) -> tuple[Layout, ...]:
         """What readers want and what the producer makes, in the producer's order, without repeats."""
@@ -172,7 +168,7 @@ class _Builder:
             for number, operand in kinds:
                 wanted += [option.operands[operand] for option in self.space.kinds[number].options]
             own = set(self.sources[ref.node][ref.output])
-            kept = [w for w in dict.fromkeys(wanted) if w in own or all(p.kind not in "FV" for p in w)]
+            kept = [w for w in dict.fromkeys(wanted) if w in own or is_moved(w)]
             return (tuple(kept),)
 
         return self._share(key, make)[0]
@@ -202,8 +198,16 @@ class _Builder:
                 self.links.append(Link(Ref(i), outputs[node.target], 0, i, 0, is_tie=True))
 
 
-def _only_gradients(graph: Graph) -> list[bool]:
-    """For each node, whether it is the tail of a gradient: only gradients come of it, and no GEMM, attention or the like.
+def _result_layouts(kind: Kind) -> tuple[tuple[Layout, ...], ...]:
+    return tuple(tuple(option.results[s] for option in kind.options) for s in range(len(kind.result_factors)))
+
+
+def _operand_layouts(kind: Kind) -> tuple[tuple[Layout, ...], ...]:
+    return tuple(tuple(option.operands[s] for option in kind.options) for s in range(len(kind.operand_factors)))
+
+
+def gradient_tails(graph: Graph) -> list[bool]:
+    """For each node, whether it is the tail of a gradient: only gradients come of it, no GEMM, attention or the like.
 
     What leads to a tail can wait while the rest of backward computes; what leads to another GEMM cannot.
     """
@@ -216,3 +220,19 @@ def _only_gradients(graph: Graph) -> list[bool]:
             for ref in graph.nodes[i].reads():
                 tail[ref.node] = False
     return tail
+
+
+def _before_widening(graph: Graph, tails: list[bool]) -> list[bool]:
+    """For each node of a gradient's tail, whether it is or leads to a cast to a wider float: the dtype to reduce in."""
+    found = [False] * len(graph.nodes)
+    for i in range(len(graph.nodes) - 1, -1, -1):
+        node = graph.nodes[i]
+        if not tails[i]:
+            continue
+        sources = list(node.reads())
+        if len(sources) == 1 and node.outputs[0].dtype.itemsize > graph.spec(sources[0]).dtype.itemsize:
+            found[i] = True
+        if found[i]:
+            for ref in sources:
+                found[ref.node] = found[ref.node] or tails[ref.node]
+    return found

@@ -16,9 +16,9 @@ import time
 
 import numpy as np
 
-from autoparallel_fp8.presolve import presolve
 from autoparallel_fp8.problem import Array, Edge, Problem, Row
-from autoparallel_fp8.solve import solve
+from autoparallel_fp8.solver.presolve import presolve
+from autoparallel_fp8.solver.solve import solve
 
 PLACEMENTS = ("R", "S(0)", "S(1)", "S(2)", "P")
 OP_ROWS = {  # one axis: placements of (first operand, second operand, output)

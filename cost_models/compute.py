@@ -35,6 +35,8 @@ def op_us(
     operands: Sequence[TensorSpec],
     results: Sequence[TensorSpec],
     device: DeviceProfile,
+    *,
+    emulate: bool = False,
 ) -> float:
     """Time of one op, in microseconds.
 
@@ -43,6 +45,7 @@ def op_us(
         traffic: what it reads and writes, from `fusion.fuse`.
         operands, results: local specs, in order.
         device: rates.
+        emulate: a float8 GEMM without a kernel on the device is dequantised and multiplied in bfloat16.
 
     Raises:
         CostError: the device has no FLOP rate for a GEMM's dtype.
@@ -54,7 +57,9 @@ def op_us(
         return launch + gemm_us(operands[0], operands[1], None, device)
     if call.op is aten._scaled_mm.default:
         recipe = "tensorwise" if call.tensors[2].numel == 1 else "rowwise"
-        return launch + gemm_us(operands[0], operands[1], recipe, device)
+        return launch + gemm_us(
+            operands[0], operands[1], recipe, device, emulated=emulate and recipe not in device.recipes
+        )
     if call.op is ours.attention.default:
         return launch + attention_us(call, operands[0], operands[1], operands[2], device, matmuls=2)
     if call.op is ours.attention_backward.default:
@@ -73,7 +78,9 @@ def memory_us(num_bytes: float, device: DeviceProfile) -> float:
     return num_bytes / (device.bandwidth_bytes_per_s * device.memory_efficiency) * 1e6
 
 
-def gemm_us(a: TensorSpec, b: TensorSpec, recipe: str | None, device: DeviceProfile) -> float:
+def gemm_us(
+    a: TensorSpec, b: TensorSpec, recipe: str | None, device: DeviceProfile, *, emulated: bool = False
+) -> float:
     """a[..., m, k] @ b[..., k, n]: the larger of arithmetic on whole tiles and memory traffic, in microseconds.
 
     Output tiles go to the compute units in waves; the last wave counts in full, softened by split-k where there are
@@ -81,8 +88,8 @@ def gemm_us(a: TensorSpec, b: TensorSpec, recipe: str | None, device: DeviceProf
     """
     batch = math.prod(a.shape[:-2])
     m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
-    peak = matmul_peak_flops(device, a.dtype, recipe)
-    reached = peak * matmul_efficiency(device, a.dtype, recipe)
+    peak = matmul_peak_flops(device, a.dtype, recipe, emulated=emulated)
+    reached = peak * matmul_efficiency(device, a.dtype, recipe, emulated=emulated)
     tiles = batch * math.ceil(m / TILE_M) * math.ceil(n / TILE_N)
     units = device.num_compute_units
     waves = tiles / units

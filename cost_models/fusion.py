@@ -40,14 +40,14 @@ class Traffic:
     """What one node moves through memory.
 
     Attributes:
-        reads: (operand, bytes an element) for each tensor that its kernel reads on this node's account.
+        reads: (operand, bytes loaded for each of its elements) for what its kernel reads on this node's account.
         writes: results that are written out.
         is_own_kernel: a GEMM, attention or the like: its own formula counts its traffic.
         is_view: moves nothing at all.
         starts_kernel: the first node of its kernel, which pays the launch.
     """
 
-    reads: tuple[tuple[int, int], ...] = ()
+    reads: tuple[tuple[int, float], ...] = ()
     writes: tuple[int, ...] = ()
     is_own_kernel: bool = False
     is_view: bool = False
@@ -56,10 +56,17 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Fusion:
-    """Traffic of every node, and the values that are never written (a redistribution of one has to write it)."""
+    """How the program runs as kernels.
+
+    Attributes:
+        traffic: of every node.
+        unwritten: values that are never written (a redistribution of one has to write it).
+        kept: values in memory that backward reads and forward made, parameters and what derives from them left out.
+    """
 
     traffic: tuple[Traffic, ...]
     unwritten: frozenset[Ref]
+    kept: tuple[Ref, ...]
 
 
 def is_view(node: Node) -> bool:
@@ -67,10 +74,11 @@ def is_view(node: Node) -> bool:
 
 
 def fuse(graph: Graph) -> Fusion:
-    """Levels, then what is written, then who reads it."""
+    """Levels, then what is kept for backward, then what is written, then who reads it."""
     levels = _levels(graph)
-    written = _written(graph, levels)
-    traffic = tuple(_all_traffic(graph, levels, written))
+    kept = _kept(graph)
+    written = _written(graph, levels) | kept.keys()
+    traffic = tuple(_traffic(graph, levels, written))
     unwritten = frozenset(
         Ref(i, k)
         for i, node in enumerate(graph.nodes)
@@ -78,7 +86,7 @@ def fuse(graph: Graph) -> Fusion:
         for k in range(len(node.outputs))
         if _root(graph, Ref(i, k)) not in written
     )
-    return Fusion(traffic, unwritten)
+    return Fusion(traffic, unwritten, tuple(sorted(kept)))
 
 
 def _root(graph: Graph, ref: Ref) -> Ref:
@@ -124,8 +132,45 @@ def _is_cheap(node: Node) -> bool:
     return len(set(node.reads())) <= 1
 
 
+def _kept(graph: Graph) -> dict[Ref, None]:
+    """What backward keeps of forward: results of kernels, and what is smaller than all it could be made of again.
+
+    A value that a backward GEMM reads as it is must be kept whole; another one is made again from what is kept anyway,
+    or from less than its own bytes (a float32 copy from its bfloat16 source, a norm's product from its input).
+    """
+    kept: dict[Ref, None] = {}
+    later: list[Ref] = []
+    for node in graph.nodes:
+        if node.phase == "backward" and not is_view(node):
+            for ref in node.reads():
+                root = _root(graph, ref)
+                source = graph.nodes[root.node]
+                if source.phase == "forward" and source.kind == "op" and not source.from_parameters:
+                    if node.op in _OWN_KERNEL or source.op in _OWN_KERNEL:
+                        kept[root] = None
+                    else:
+                        later.append(root)
+    for root in later:
+        kept.update(dict.fromkeys(_cheapest(graph, root, kept, depth=12)))
+    return kept
+
+
+def _cheapest(graph: Graph, root: Ref, kept: dict[Ref, None], depth: int) -> set[Ref]:
+    """What to keep so that a value can be had in backward: itself, or less than itself to make it from."""
+    source = graph.nodes[root.node]
+    if root in kept or source.kind != "op" or source.from_parameters:
+        return set()
+    if source.op in _OWN_KERNEL or source.op in _REDUCTIONS or depth == 0:
+        return {root}
+    wanted: set[Ref] = set()
+    for ref in source.reads():
+        wanted |= _cheapest(graph, _root(graph, ref), kept, depth - 1)
+    more = sum(graph.spec(ref).num_bytes for ref in wanted)
+    return wanted if more < graph.spec(root).num_bytes else {root}
+
+
 def _written(graph: Graph, levels: list[int]) -> set[Ref]:
-    """Roots that some other kernel, the other phase or the caller reads."""
+    """Roots that a kernel of its own, another kernel of the same phase or the caller reads; sources always."""
     written = {_root(graph, output.ref) for output in graph.outputs}
     for i, node in enumerate(graph.nodes):
         if is_view(node):
@@ -133,46 +178,54 @@ def _written(graph: Graph, levels: list[int]) -> set[Ref]:
         for ref in node.reads():
             root = _root(graph, ref)
             source = graph.nodes[root.node]
-            elsewhere = node.op in _OWN_KERNEL or source.phase != node.phase
-            if source.kind != "op" or source.op in _OWN_KERNEL or elsewhere:
-                written.add(root)
-            elif levels[root.node] != levels[i] and not _is_cheap(source):
+            elsewhere = source.phase == node.phase and levels[root.node] != levels[i] and not _is_cheap(source)
+            if source.kind != "op" or source.op in _OWN_KERNEL or node.op in _OWN_KERNEL or elsewhere:
                 written.add(root)
     return written
 
 
-def _all_traffic(graph: Graph, levels: list[int], written: set[Ref]) -> Iterable[Traffic]:
+def _traffic(graph: Graph, levels: list[int], written: set[Ref]) -> Iterable[Traffic]:
     seen: set[tuple[Ref, int, str]] = set()
     kernels: set[tuple[int, str]] = set()
     for i, node in enumerate(graph.nodes):
         if node.kind != "op":
             yield Traffic()
-            continue
-        if is_view(node):
+        elif is_view(node):
             yield Traffic(is_view=True)
-            continue
-        if node.op in _OWN_KERNEL:
+        elif node.op in _OWN_KERNEL:
             yield Traffic(is_own_kernel=True, starts_kernel=True)
-            continue
-        kernel = (levels[i], node.phase)
-        first = kernel not in kernels
-        kernels.add(kernel)
-        writes = tuple(k for k in range(len(node.outputs)) if Ref(i, k) in written)
-        yield Traffic(_reads(graph, i, levels, written, seen), writes, starts_kernel=first)
+        else:
+            kernel = (levels[i], node.phase)
+            first = kernel not in kernels
+            kernels.add(kernel)
+            writes = tuple(k for k in range(len(node.outputs)) if Ref(i, k) in written)
+            yield Traffic(_reads(graph, i, levels, written, seen), writes, starts_kernel=first)
 
 
 def _reads(
     graph: Graph, i: int, levels: list[int], written: set[Ref], seen: set[tuple[Ref, int, str]]
-) -> tuple[tuple[int, int], ...]:
+) -> tuple[tuple[int, float], ...]:
+    """(operand, bytes an element) of what the node's kernel loads on its account, each value once a kernel."""
     node, found = graph.nodes[i], []
     for position, ref in enumerate(node.reads()):
-        root = _root(graph, ref)
-        while root not in written and levels[root.node] != levels[i]:
-            sources = list(graph.nodes[root.node].reads())
-            if not sources:
-                break
-            root = _root(graph, sources[0])
-        if root in written and (root, levels[i], node.phase) not in seen:
-            seen.add((root, levels[i], node.phase))
-            found.append((position, graph.spec(root).dtype.itemsize))
+        for root in _loads(graph, _root(graph, ref), levels[i], node.phase, levels, written):
+            if (root, levels[i], node.phase) not in seen:
+                seen.add((root, levels[i], node.phase))
+                share = graph.spec(root).num_bytes / max(1, graph.spec(ref).numel)
+                found.append((position, share))
     return tuple(found)
+
+
+def _loads(
+    graph: Graph, root: Ref, level: int, phase: str, levels: list[int], written: set[Ref], depth: int = 12
+) -> list[Ref]:
+    """Values in memory that a read goes back to; none where it stays in registers of the same kernel."""
+    source = graph.nodes[root.node]
+    if root in written or depth == 0:
+        return [root]
+    if source.phase == phase and levels[root.node] == level:
+        return []
+    found: list[Ref] = []
+    for ref in source.reads():
+        found += _loads(graph, _root(graph, ref), level, phase, levels, written, depth - 1)
+    return list(dict.fromkeys(found))

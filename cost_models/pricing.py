@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from autoparallel_fp8.structure import Link, Structure
 from autoparallel_fp8.graph import Ref, TensorSpec
 from autoparallel_fp8.layout import Factors, Layout, local_shape
 from autoparallel_fp8.options import Space, local_specs
 from autoparallel_fp8.reach import Reach
 from autoparallel_fp8.redistribute import Routes, Step
+from autoparallel_fp8.structure import Link, Structure
 
 from .collectives import collective_us
 from .compute import memory_us, op_us
@@ -27,6 +28,9 @@ from .fusion import Fusion, Traffic, fuse
 from .links import Topology, group_link
 
 Array = npt.NDArray[np.float64]
+
+
+TIE_BREAK_US = 1e-5
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ class Pricing:
         device, topology: rates and how ranks lie on nodes.
         optimizer: state and update traffic.
         hidden_share: what a hideable collective still costs of its time; None for the device's.
+        emulate: float8 GEMMs without a kernel are priced as bfloat16 ones.
     """
 
     space: Space
@@ -60,10 +65,12 @@ class Pricing:
     topology: Topology = field(default_factory=Topology)
     optimizer: Optimizer = field(default_factory=Optimizer)
     hidden_share: float | None = None
+    emulate: bool = False
 
     def __post_init__(self) -> None:
         self.fusion: Fusion = fuse(self.space.graph)
-        self._routes: dict[tuple[TensorSpec, Factors, Reach], Routes] = {}
+        self._routes: dict[tuple[TensorSpec, Factors, Reach, int], Routes] = {}
+        self._together = _reduced_together(self.space)
         self._costs: dict[object, Array] = {}
         self._layouts: dict[tuple[Layout, ...], int] = {}
         self._by_id: dict[int, tuple[tuple[Layout, ...], int]] = {}
@@ -88,7 +95,7 @@ class Pricing:
         elif node.kind == "parameter":
             has_gradient = any(o.kind == "gradient" and o.target == node.target for o in self.space.graph.outputs)
             key = ("parameter", self.space.kind_of[variable.node], has_gradient)
-            make = lambda: self._parameter_costs(variable.node) if has_gradient else np.zeros(count)  # noqa: E731
+            make = lambda: self._tie_breaks(count) + (self._parameter_costs(variable.node) if has_gradient else 0.0)  # noqa: E731
         else:
             traffic = self.fusion.traffic[variable.node]
             key = ("op", self.space.kind_of[variable.node], traffic)
@@ -104,7 +111,7 @@ class Pricing:
         for option in kind.options:
             operands = local_specs(kind.call.tensors, kind.operand_factors, option.operands, sizes)
             results = local_specs(kind.call.out, kind.result_factors, option.results, sizes)
-            found.append(op_us(kind.call, traffic, operands, results, self.device))
+            found.append(op_us(kind.call, traffic, operands, results, self.device, emulate=self.emulate))
         return np.array(found)
 
     def _parameter_costs(self, node: int) -> Array:
@@ -112,6 +119,10 @@ class Pricing:
         spec = self.space.graph.nodes[node].outputs[0]
         per_element = 3.0 * spec.dtype.itemsize + 2.0 * self.optimizer.bytes_per_element(spec.dtype)
         return np.array([memory_us(n * per_element, self.device) for n in self._local_numels(node)])
+
+    def _tie_breaks(self, count: int) -> Array:
+        """Next to nothing for each option, growing, so that equal layers break ties alike: for the earlier option."""
+        return np.arange(count, dtype=np.float64) * TIE_BREAK_US
 
     def _local_numels(self, node: int, output: int = 0) -> list[int]:
         kind, spec = self.space.kind(node), self.space.graph.nodes[node].outputs[output]
@@ -128,8 +139,9 @@ class Pricing:
         """A key that equal tables share, and how to make the table, for `formulate`."""
         spec, factors = self.space.graph.spec(link.ref), self.space.factors[link.ref]
         unwritten = link.ref in self.fusion.unwritten
-        reach = self.space.reach[link.ref]
-        key = (spec, factors, reach, self._number(starts), self._number(ends), link.is_hideable, link.is_tie, unwritten)
+        reach = (self.space.reach[link.ref], self._together.get(link.ref, 1))
+        flags = (link.is_hideable, link.is_tie, link.keeps_partial, unwritten)
+        key = (spec, factors, reach, self._number(starts), self._number(ends), flags)
         return key, lambda: self._make_table(spec, factors, starts, ends, link, unwritten)
 
     def _number(self, layouts: tuple[Layout, ...]) -> int:
@@ -164,6 +176,9 @@ class Pricing:
         cost = cost * (self.share if link.is_hideable else 1.0)
         if unwritten:
             cost = np.where(cost > 0, cost + self._spill_us(spec, factors, starts, ends, rows, columns), 0.0)
+        if link.keeps_partial:
+            reduced = [[_reduces(starts[i], ends[j]) for j in columns] for i in rows]
+            cost = np.where(np.array(reduced), np.inf, cost)
         table[np.ix_(rows, columns)] = cost
         return table
 
@@ -184,18 +199,23 @@ class Pricing:
 
     def routes(self, ref: Ref) -> Routes:
         """Cheapest redistributions of a value, worked out once for each spec, factors and reach."""
-        key = (self.space.graph.spec(ref), self.space.factors[ref], self.space.reach[ref])
+        together = self._together.get(ref, 1)
+        key = (self.space.graph.spec(ref), self.space.factors[ref], self.space.reach[ref], together)
         if key not in self._routes:
-            self._routes[key] = Routes(*key, self.space.mesh.sizes, self.step_us)
+            self._routes[key] = Routes(*key[:3], self.space.mesh.sizes, partial(self._step_us, together=together))
         return self._routes[key]
 
-    def step_us(self, step: Step, spec: TensorSpec, sizes: tuple[int, ...]) -> float:
-        """Time of one step: the collective, and the copies around it where the split dim is not the outermost in memory."""
+    def _step_us(self, step: Step, spec: TensorSpec, *, together: int) -> float:
+        """Time of one step: the collective, and copies around it where the split dim is not outermost in memory.
+
+        Args:
+            together: how many equal small reductions go as one; each bears its share.
+        """
         names = self.space.mesh.names
         if step.kind == "slice":
             return memory_us(2.0 * step.num_bytes, self.device)
         group = group_link(self.space.mesh, tuple(names[a] for a in step.axes), self.device, self.topology)
-        us = collective_us(step.kind, step.num_bytes, group)
+        us = collective_us(step.kind, step.num_bytes * together, group) / together
         old, new = step.source[step.axes[0]], step.target[step.axes[0]]
         if step.kind == "all_gather" and not _is_outermost(spec, old.dim):
             us += memory_us(2.0 * step.num_bytes, self.device)
@@ -221,21 +241,23 @@ class Pricing:
         }
 
     def kept_bytes(self, ref: Ref) -> Array:
-        """Bytes on one rank of a value kept for backward, for each option of the node that makes it."""
+        """Bytes on one rank of a value kept for backward (`fusion.kept`), for each option of the node that makes it."""
         itemsize = self.space.graph.spec(ref).dtype.itemsize
         return np.array(self._local_numels(ref.node, ref.output), dtype=float) * itemsize
 
-    def kept_for_backward(self) -> list[Ref]:
-        """Values made in forward and read in backward, other than parameters and what derives from them."""
-        graph = self.space.graph
-        found: dict[Ref, None] = {}
-        for node in graph.nodes:
-            if node.phase == "backward" and node.kind == "op":
-                for ref in node.reads():
-                    source = graph.nodes[ref.node]
-                    if source.phase == "forward" and source.kind == "op" and not source.from_parameters:
-                        found[ref] = None
-        return list(found)
+
+def _reduced_together(space: Space) -> dict[Ref, int]:
+    """Maxima of weights -> how many of one layer and phase there are: their small reductions run, and cost, as one."""
+    groups: dict[tuple[str, str], list[Ref]] = {}
+    for i, node in enumerate(space.graph.nodes):
+        begins = "M" in space.reach[Ref(i)].partials and not any("M" in space.reach[r].partials for r in node.reads())
+        if node.from_parameters and node.kind == "op" and begins:
+            groups.setdefault((node.layer, node.phase), []).append(Ref(i))
+    return {ref: len(refs) for refs in groups.values() for ref in refs}
+
+
+def _reduces(start: Layout, end: Layout) -> bool:
+    return any(a.kind == "P" and b.kind != "P" for a, b in zip(start, end, strict=True))
 
 
 def _numel(spec: TensorSpec, factors: Factors, layout: Layout, sizes: tuple[int, ...]) -> int:

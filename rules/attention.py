@@ -1,7 +1,7 @@
 """Attention: batch and heads split; a rank with some of the query heads needs just the key and value heads they use.
 
-Query heads are `(h g)`: h key-value heads with g queries each. The sequence stays whole: a causal mask on a part of it
-would need that part's offset. Without a mask the query sequence splits freely.
+Query heads are `(h g)`: h key-value heads with g queries each. Under a causal mask the sequence stays whole: a part of
+it would need its offset. Otherwise the query sequence splits, and a mask that was passed splits with it.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ heavy(ops.attention.default, ops.attention_backward.default)
 
 
 def _mask(op: OpCall) -> str:
-    """The mask broadcasts to [b, heads, s, t]; its dims stay whole unless they are batch."""
+    """The mask broadcasts to [b, heads, s, t]: a dim of size 1 serves every part."""
     mask = op.arg("mask")
     if mask is None:
         return ""
-    names = ["b", "_", "_", "_"][4 - len(mask.shape) :]
+    names = ["b", "(h g)", "s", "t"][4 - len(mask.shape) :]
     return ", " + " ".join("_" if size == 1 else name for name, size in zip(names, mask.shape, strict=True))
 
 
 def _whole(op: OpCall) -> tuple[str, ...]:
-    masked = op.arg("is_causal") or op.arg("mask") is not None
-    return ("t", "d", "e", "s") if masked else ("t", "d", "e")
+    return ("t", "d", "e", "s") if op.arg("is_causal") else ("t", "d", "e")
 
 
 def _sizes(op: OpCall) -> dict[str, int]:

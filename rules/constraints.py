@@ -17,6 +17,9 @@ from ..graph import TensorSpec
 aten = torch.ops.aten
 
 Check = Callable[[Sequence[TensorSpec], str], str | None]
+ALIGNMENT = 16
+"""K and N of a float8 GEMM are multiples of this. Source: torch/_meta_registrations.py, meta_scaled_mm."""
+
 _CHECKS: dict[Any, list[Check]] = {}
 
 
@@ -48,13 +51,13 @@ def constrained_ops() -> tuple[Any, ...]:
 
 @constraint(aten._scaled_mm.default)
 def aligned_16(operands: Sequence[TensorSpec], architecture: str) -> str | None:
-    """K and N are multiples of 16 on every rank. Source: torch/_meta_registrations.py, meta_scaled_mm."""
+    """K and N are multiples of 16 on every rank."""
     if architecture == "cpu":
         return None
     mat2 = operands[1]
     for size in mat2.shape:
-        if size % 16:
-            return f"mat2 local {list(mat2.shape)}: {size} is not a multiple of 16"
+        if size % ALIGNMENT:
+            return f"mat2 local {list(mat2.shape)}: {size} is not a multiple of {ALIGNMENT}"
     return None
 
 

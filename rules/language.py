@@ -2,7 +2,7 @@
 
 A rule looks at one op (shapes, dtypes, attributes; no mesh, no cost) and returns a `Signature`: for every tensor read
 and every tensor made, the atoms of each dim. `"m k, k n -> m n"` says by itself that splitting m splits the first
-operand and the result, and that splitting k leaves a partial sum. `rows` turns a signature into `AxisRow`s, what one
+operand and the result, and that splitting k leaves a partial sum. `rows.py` turns a signature into `AxisRow`s, what one
 mesh axis may do. `(h g)` is a dim made of two atoms; `_` a dim that must stay whole; a dim of size 1 has no atom.
 """
 
@@ -11,13 +11,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import RuleError
 from ..graph import TensorSpec
-from ..layout import M, P, Placement, R, V, frozen, split
+from ..layout import Placement
 
 Dims = tuple[tuple[str, ...], ...]
 
@@ -90,7 +91,7 @@ class Signature:
     Attributes:
         operands, results: for each tensor, the atoms of each dim, major to minor; () where a dim is not split.
         sizes: size of every atom, all above 1.
-        reduced: atom that some result lacks -> what that result then is, "P" (parts add up) or "M" (the largest counts).
+        reduced: atom that some result lacks -> what that result then is, "P" (adds up) or "M" (the largest counts).
         linear: groups of operands; when all of one group are P(sum), so are the results.
         monotone: operands whose P(max) passes to the results.
         whole: atoms that must not be split.
@@ -129,7 +130,9 @@ def rule(*ops: Any) -> Callable[[Rule], Rule]:
     def register(function: Rule) -> Rule:
         for op in ops:
             if not isinstance(op, torch._ops.OpOverload):
-                raise RuleError(f"rule for {op!r}, which is no op overload", do="name one, such as torch.ops.aten.mm.default")
+                raise RuleError(
+                    f"rule for {op!r}, which is no op overload", do="name one, such as torch.ops.aten.mm.default"
+                )
             _RULES[op] = function
         return function
 
@@ -255,7 +258,7 @@ def pointwise(op: OpCall, *, linear: Iterable[Sequence[int]] = (), monotone: boo
 
 
 def reduction(op: OpCall, dims: Sequence[int] | None, *, kind: str = "P", **more: Any) -> Signature:
-    """Signature of a reduction of the first operand over `dims` (None or empty: all), kept or not as the result shows."""
+    """Signature of a reduction of the first operand over `dims` (None or empty: all), kept if the result has them."""
     spec = op.tensors[0]
     ndim = len(spec.shape)
     gone = {d % ndim for d in dims} if dims else set(range(ndim))
@@ -295,7 +298,7 @@ def regrouped(op: OpCall) -> Signature:
     sizes: dict[str, int] = {}
     for number, (olds, news) in enumerate(_view_groups(before, after)):
         cuts = sorted(_suffix_products(before, olds) | _suffix_products(after, news))
-        steps = list(zip(cuts, cuts[1:], strict=False))
+        steps = list(pairwise(cuts))
         if any(high % low for low, high in steps):
             continue  # (6 4) -> (8 3): no common refinement, these dims stay whole
         atoms = {low: f"v{number}.{i}" for i, (low, _) in enumerate(steps)}
@@ -342,125 +345,3 @@ def _suffix_products(shape: tuple[int, ...], dims: list[int]) -> set[int]:
         product *= shape[d]
         found.add(product)
     return found
-
-
-# ---- from signatures to rows --------------------------------------------------------------------------------------
-
-
-def rows(
-    signature: Signature,
-    out: tuple[TensorSpec, ...],
-    *,
-    local_scales: bool,
-    atoms: Iterable[str] | None = None,
-    partials: Sequence[str] | None = None,
-) -> tuple[AxisRow, ...]:
-    """Every row of one op, all-replicated first, without repeats.
-
-    Args:
-        signature: with atoms refined to the factors of the tensors it touches.
-        out: the results, whose dtypes forbid partial sums of float8, integers and booleans.
-        local_scales: whether maxima may stay a rank's own and frozen splits may pass here.
-        atoms: those that may be split; None for all.
-        partials: for each operand, the partial kinds it can have ("PM"); None for any.
-    """
-    num_operands, num_results = len(signature.operands), len(signature.results)
-    found = [AxisRow((R,) * num_operands, (R,) * num_results, "replicated")]
-    for atom in signature.sizes:
-        if atom not in signature.whole and (atoms is None or atom in atoms):
-            found += _split_rows(signature, atom, local_scales)
-    for group in signature.linear:
-        if partials is None or all("P" in partials[i] for i in group):
-            found.append(_partial_row(signature, group, P, "partial sums pass"))
-    if signature.monotone and (partials is None or all("M" in partials[i] for i in signature.monotone)):
-        found.append(_partial_row(signature, signature.monotone, M, "partial maxima pass"))
-    if local_scales and signature.passes_scales:
-        found += _own_rows(signature)
-    sums = [spec.dtype.is_floating_point and spec.dtype.itemsize > 1 for spec in out]
-    kept = [row for row in found if all(ok or p.kind != "P" for ok, p in zip(sums, row.results, strict=True))]
-    return tuple(dict.fromkeys(kept))
-
-
-def _place(dims: Dims, atom: str, make: Callable[[int, int], Placement], otherwise: Placement) -> Placement:
-    """`make(dim, factor)` where the tensor has the atom, `otherwise` where it has not."""
-    for d, dim in enumerate(dims):
-        if atom in dim:
-            return make(d, dim.index(atom))
-    return otherwise
-
-
-def _has(dims: Dims, atom: str) -> bool:
-    return any(atom in dim for dim in dims)
-
-
-def _split_rows(signature: Signature, atom: str, local_scales: bool) -> list[AxisRow]:
-    operands = tuple(_place(dims, atom, split, R) for dims in signature.operands)
-    kind = signature.reduced.get(atom)
-    absent = Placement(kind) if kind else R
-    results = tuple(_place(dims, atom, split, absent) for dims in signature.results)
-    note, local = f"split {atom}", signature.local.get(atom, "")
-    if not any(_has(dims, atom) for dims in signature.results) and kind is None:
-        return []
-    found = [AxisRow(operands, results, note, local, atom)]
-    if not local_scales:
-        return found
-    if signature.makes_own and kind == "M":
-        found.append(AxisRow(operands, (V,) * len(results), f"{note}, each rank its own maximum", local, atom))
-    if signature.scaled:
-        found += _scaled_rows(signature, atom, found[0])
-    elif signature.passes_scales and kind is None:
-        found += _frozen_rows(signature, atom, note)
-    return found
-
-
-def _frozen_rows(signature: Signature, atom: str, note: str) -> list[AxisRow]:
-    """x split here times each rank's own scale freezes the split; a frozen tensor alone stays frozen."""
-    data = [i for i, dims in enumerate(signature.operands) if _has(dims, atom)]
-    results = tuple(_place(dims, atom, frozen, R) for dims in signature.results)
-    if len(data) != 1:
-        return []
-    x = data[0]
-    others = [i for i in range(len(signature.operands)) if i != x]
-    found = []
-    where = _place(signature.operands[x], atom, frozen, R)
-    if not others:
-        found.append(AxisRow((where,), results, f"{note}, frozen", atom=atom))
-    elif len(others) == 1:
-        placed = [V] * len(signature.operands)
-        placed[x] = _place(signature.operands[x], atom, split, R)
-        found.append(AxisRow(tuple(placed), results, f"{note}, scaled by each rank's own", atom=atom))
-    return found
-
-
-def _own_rows(signature: Signature) -> list[AxisRow]:
-    """A scale that is each rank's own stays so through element-wise ops with constants or replicated scales."""
-    count = len(signature.operands)
-    found = []
-    for i in range(count):
-        atoms = {atom for dim in signature.operands[i] for atom in dim}
-        if atoms == set(signature.sizes):
-            placed = tuple(V if j == i else R for j in range(count))
-            found.append(AxisRow(placed, (V,) * len(signature.results), "own scales pass"))
-    return found
-
-
-def _scaled_rows(signature: Signature, atom: str, plain: AxisRow) -> list[AxisRow]:
-    """A scaled GEMM takes frozen operands with their own scales, one or both where both hold the atom."""
-    options: list[list[tuple[Placement, Placement]]] = []
-    for data, scale in signature.scaled:
-        pair = [(plain.operands[data], plain.operands[scale])]
-        if _has(signature.operands[data], atom) and not _has(signature.operands[scale], atom):
-            pair.append((_place(signature.operands[data], atom, frozen, R), V))
-        options.append(pair)
-    found = []
-    for choice in [[a, b] for a in options[0] for b in options[1]][1:]:
-        operands = list(plain.operands)
-        for (data, scale), (on_data, on_scale) in zip(signature.scaled, choice, strict=True):
-            operands[data], operands[scale] = on_data, on_scale
-        found.append(AxisRow(tuple(operands), plain.results, f"{plain.note}, own scales", plain.local, atom))
-    return found
-
-
-def _partial_row(signature: Signature, group: Sequence[int], placement: Placement, note: str) -> AxisRow:
-    operands = tuple(placement if i in group else R for i in range(len(signature.operands)))
-    return AxisRow(operands, (placement,) * len(signature.results), note)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from ..graph import TensorSpec
 from .language import OpCall, Signature, einsum, heavy, rule
 
 aten = torch.ops.aten
@@ -24,9 +25,14 @@ def embedding(op: OpCall) -> Signature:
 
 @rule(aten.embedding_dense_backward.default)
 def embedding_backward(op: OpCall) -> Signature:
-    """grad[..., d], indices[...] -> weight's gradient [v, d]: tokens add up; a split table keeps its own rows."""
-    i = " ".join(f"i{k}" for k in range(len(op.tensors[1].shape)))
-    return einsum(op, f"{i} d, {i} -> v d", linear=((0,),), local={"v": "masked_lookup"})
+    """grad[..., d], indices[...] -> weight's gradient [v, d]: tokens add up; a split table keeps its own rows.
+
+    Gradients scaled by how often an index occurs need all tokens on every rank.
+    """
+    tokens = [f"i{k}" for k in range(len(op.tensors[1].shape))]
+    i = " ".join(tokens)
+    whole = tokens if op.arg("scale_grad_by_freq") else ()
+    return einsum(op, f"{i} d, {i} -> v d", linear=((0,),), whole=whole, local={"v": "masked_lookup"})
 
 
 @rule(aten.gather.default)
@@ -47,7 +53,7 @@ def gather(op: OpCall) -> Signature:
 
 @rule(aten.scatter.value)
 def scatter_value(op: OpCall) -> Signature:
-    """One value written at index[..., j, ...] of x[..., v, ...]: other dims split; each rank writes into its part of v."""
+    """One value written at index[..., j, ...] of x[..., v, ...]: other dims split; a rank writes into its part of v."""
     x, index = op.tensors
     ndim = len(x.shape)
     dim = op.arg("dim") % ndim
@@ -58,10 +64,28 @@ def scatter_value(op: OpCall) -> Signature:
     return einsum(op, f"{texts[0]}, {texts[1]} -> {texts[0]}", local={"v": "masked_write"})
 
 
+@rule(aten.scatter_add.default)
+def scatter_add(op: OpCall) -> Signature:
+    """source[..., j, ...] added at index[..., j, ...] of x[..., v, ...]: as above; the indices stay whole along j.
+
+    Linear in x and source together.
+    """
+    x, index, source = op.tensors
+    ndim = len(x.shape)
+    dim = op.arg("dim") % ndim
+    same = [f"d{i}" if x.shape[i] == index.shape[i] == source.shape[i] else "_" for i in range(ndim)]
+    left, right = list(same), list(same)
+    left[dim], right[dim] = "v", "_"
+    texts = " ".join(left), " ".join(right)
+    return einsum(
+        op, f"{texts[0]}, {texts[1]}, {texts[1]} -> {texts[0]}", linear=((0, 2),), local={"v": "masked_write"}
+    )
+
+
 @rule(aten.index.Tensor)
 def index(op: OpCall) -> Signature:
-    """x[i, j, ...] with index tensors: dims of x that no index reads split; the index's own dims stay whole."""
-    x = op.tensors[0]
+    """x[i, j, ...] with index tensors: dims of x that no index reads split, and so do the dims of the indices."""
+    x, *index_specs = op.tensors
     indices = op.arg("indices")
     used = [k for k, item in enumerate(indices) if item is not None]
     rest = [k for k in range(len(x.shape)) if k not in used]
@@ -69,6 +93,13 @@ def index(op: OpCall) -> Signature:
     first = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
     left = " ".join("_" if k in used else f"d{k}" for k in range(len(x.shape)))
     kept = [f"d{k}" for k in rest]
-    out = " ".join([*kept[:first], *(["_"] * index_ndim), *kept[first:]]) or "."
-    others = "".join(", " + ("_ " * len(spec.shape) or ".") for spec in op.tensors[1:])
+    names = [f"i{k}" for k in range(index_ndim)]
+    out = " ".join([*kept[:first], *names, *kept[first:]]) or "."
+    others = "".join(f", {_broadcast(names, spec)}" for spec in index_specs)
     return einsum(op, f"{left}{others} -> {out}", linear=((0,),))
+
+
+def _broadcast(names: list[str], spec: TensorSpec) -> str:
+    """The last of the names, one a dim; `_` for dims of size 1, which serve every part."""
+    own = names[len(names) - len(spec.shape) :]
+    return " ".join("_" if size == 1 else name for name, size in zip(own, spec.shape, strict=True)) or "."

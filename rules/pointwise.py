@@ -29,7 +29,14 @@ def nonlinear(op: OpCall) -> Signature:
     return pointwise(op)
 
 
-@rule(aten.floor.default, aten.ceil.default, aten.round.default, aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
+@rule(
+    aten.floor.default,
+    aten.ceil.default,
+    aten.round.default,
+    aten.clamp.default,
+    aten.clamp_min.default,
+    aten.clamp_max.default,
+)
 def nondecreasing(op: OpCall) -> Signature:
     """f(max) = max(f): a partial maximum passes."""
     return pointwise(op, monotone=True)
@@ -37,15 +44,21 @@ def nondecreasing(op: OpCall) -> Signature:
 
 @rule(aten.neg.default, aten.mul.Scalar, aten.div.Scalar, aten.clone.default, aten.alias.default, aten.detach.default)
 def linear_in_all(op: OpCall) -> Signature:
-    return pointwise(op, linear=((0,),), monotone=op.op in (aten.clone.default, aten.alias.default, aten.detach.default))
+    return pointwise(
+        op, linear=((0,),), monotone=op.op in (aten.clone.default, aten.alias.default, aten.detach.default)
+    )
 
 
 @rule(aten._to_copy.default)
 def cast(op: OpCall) -> Signature:
-    """A cast between float types of 16 bits or more adds up (to its rounding); to 8 bits or integers it does not."""
-    source = op.tensors[0].dtype
+    """A cast between float types of 16 bits or more adds up (to its rounding); to 8 bits or integers it does not.
+
+    A partial maximum passes into those types too: a cast to integers may wrap, and to bool it is not monotone.
+    """
+    source, target = op.tensors[0].dtype, op.out[0].dtype
     adds_up = source.is_floating_point and source.itemsize > 1
-    return pointwise(op, linear=((0,),) if adds_up else (), monotone=True)
+    keeps_order = target.is_floating_point and target.itemsize > 1
+    return pointwise(op, linear=((0,),) if adds_up else (), monotone=keeps_order)
 
 
 @rule(aten.add.Tensor, aten.sub.Tensor)
@@ -68,9 +81,12 @@ def div(op: OpCall) -> Signature:
 
 @rule(aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
 def where(op: OpCall) -> Signature:
-    """Linear in both branches together, the condition whole. A scalar branch would be added by every rank."""
-    both = op.op is aten.where.self
-    return pointwise(op, linear=((1, 2),) if both else ())
+    """Linear in both branches together, the condition whole. Every rank would add a scalar branch that is not zero."""
+    scalars = {aten.where.ScalarOther: "other", aten.where.ScalarSelf: "self"}
+    if op.op is aten.where.self:
+        return pointwise(op, linear=((1, 2),))
+    is_linear = op.op in scalars and op.arg(scalars[op.op]) == 0
+    return pointwise(op, linear=((1,),) if is_linear else ())
 
 
 @rule(aten.masked_fill.Scalar)
@@ -79,7 +95,13 @@ def masked_fill(op: OpCall) -> Signature:
     return pointwise(op, linear=((0,),) if op.arg("value") == 0 else ())
 
 
-@rule(aten.silu_backward.default, aten.gelu_backward.default, aten.sigmoid_backward.default, aten.tanh_backward.default, aten.threshold_backward.default)
+@rule(
+    aten.silu_backward.default,
+    aten.gelu_backward.default,
+    aten.sigmoid_backward.default,
+    aten.tanh_backward.default,
+    aten.threshold_backward.default,
+)
 def gradient_of_pointwise(op: OpCall) -> Signature:
     """Linear in the incoming gradient."""
     return pointwise(op, linear=((0,),))

@@ -6,9 +6,11 @@ where it lies (see `language.Signature`).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from .language import OpCall, Signature, reduction, rule
+from .language import OpCall, Signature, einsum, reduction, rule
 
 aten = torch.ops.aten
 
@@ -28,7 +30,7 @@ def mean(op: OpCall) -> Signature:
     """Each rank divides the sum of its part by the count of the whole; the parts then add up."""
     dims = op.arg("dim") if op.op is aten.mean.dim else None
     signature = reduction(op, dims, linear=((0,),))
-    local = {atom: "mean_of_part" for atom in signature.reduced}
+    local = dict.fromkeys(signature.reduced, "mean_of_part")
     return reduction(op, dims, linear=((0,),), local=local)
 
 
@@ -64,7 +66,8 @@ def softmax(op: OpCall) -> Signature:
 
 @rule(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
 def softmax_backward(op: OpCall) -> Signature:
-    return softmax(op)
+    """Linear in the incoming gradient."""
+    return replace(softmax(op), linear=((0,),))
 
 
 @rule(aten.native_layer_norm.default)
@@ -75,20 +78,18 @@ def layer_norm(op: OpCall) -> Signature:
     inner = "_ " * normalised
     statistics = f"{outer} {inner}"
     weights = ", ".join([inner] * (len(op.tensors) - 1))
-    from .language import einsum
-
-    return einsum(op, f"{outer} {inner}{',' if weights else ''} {weights} -> {outer} {inner}, {statistics}, {statistics}")
+    return einsum(
+        op, f"{outer} {inner}{',' if weights else ''} {weights} -> {outer} {inner}, {statistics}, {statistics}"
+    )
 
 
 @rule(aten.native_layer_norm_backward.default)
 def layer_norm_backward(op: OpCall) -> Signature:
-    """Weight and bias gradients add up over split rows."""
-    from .language import einsum
-
+    """Weight and bias gradients add up over split rows; all are linear in the incoming gradient."""
     ndim, normalised = len(op.tensors[0].shape), len(op.arg("normalized_shape"))
     outer = " ".join(f"b{i}" for i in range(ndim - normalised))
     inner = "_ " * normalised
     rows = f"{outer} {inner}"
     weights = "".join(f", {inner}" for _ in op.tensors[4:])
     results = ", ".join(rows if len(spec.shape) == ndim else inner for spec in op.out)
-    return einsum(op, f"{rows}, {rows}, {rows}, {rows}{weights} -> {results}")
+    return einsum(op, f"{rows}, {rows}, {rows}, {rows}{weights} -> {results}", linear=((0,),))

@@ -62,6 +62,18 @@ def expand(op: OpCall) -> Signature:
     return Signature((operand,), (names,), sizes, linear=((0,),), monotone=(0,), passes_scales=True)
 
 
+@rule(aten.repeat.default)
+def repeat(op: OpCall) -> Signature:
+    """A dim of size 1 that is repeated may be split as in `expand`; one that is longer stays whole."""
+    before, after, times = op.tensors[0].shape, op.out[0].shape, op.arg("repeats")
+    offset = len(after) - len(before)
+    sizes = (*[1] * offset, *before)
+    names = tuple((f"d{i}",) if size > 1 and (sizes[i] == 1 or times[i] == 1) else () for i, size in enumerate(after))
+    operand = tuple(names[offset + i] if size > 1 else () for i, size in enumerate(before))
+    atoms = {name[0]: after[i] for i, name in enumerate(names) if name}
+    return Signature((operand,), (names,), atoms, linear=((0,),), monotone=(0,), passes_scales=True)
+
+
 @rule(aten.slice.Tensor)
 def slice_(op: OpCall) -> Signature:
     """The dim that is cut stays whole."""
@@ -77,7 +89,9 @@ def select(op: OpCall) -> Signature:
 @rule(aten.slice_backward.default, aten.flip.default, aten.roll.default)
 def slice_backward(op: OpCall) -> Signature:
     dims = op.arg("dim" if op.op is aten.slice_backward.default else "dims")
-    return _rewritten(op, *(dims if isinstance(dims, tuple) else (dims,)))
+    if op.op is aten.roll.default and not dims:
+        dims = tuple(range(len(op.tensors[0].shape)))  # rolls the flattened tensor
+    return _rewritten(op, *(dims if isinstance(dims, (tuple, list)) else (dims,)))
 
 
 @rule(aten.constant_pad_nd.default)

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from autoparallel_fp8.errors import CaptureError, UsageError
+from autoparallel_fp8.quiet import quiet
 
 ATTENTION = "autoparallel_fp8"
 _REPLACED = (None, "sdpa", "eager")
+_BUILD_ERRORS = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, AssertionError, ZeroDivisionError)
 
 
 class CausalLM(nn.Module):
@@ -72,8 +74,13 @@ def build_from_config(
         UsageError: no such file, not JSON, not a model that transformers knows, or not a causal language model.
     """
     values, where = (dict(config), "config") if isinstance(config, Mapping) else _read(Path(config))
+    with quiet():
+        return _build(values, where, num_layers, dtype)
+
+
+def _build(values: dict[str, Any], where: str, num_layers: int | None, dtype: torch.dtype) -> nn.Module:
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import CONFIG_MAPPING, AutoModelForCausalLM
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     except ImportError as error:
         raise UsageError(
@@ -88,15 +95,21 @@ def build_from_config(
             at=where,
             do="pass a config of a causal language model, or a factory as package.module:function",
         )
-    built = AutoConfig.for_model(kind, **values)
-    built.use_cache = False
-    if num_layers is not None:
-        _set_num_layers(built, num_layers, where)
     try:
+        built = CONFIG_MAPPING[kind].from_dict(values)
+        built.use_cache = False
+        if num_layers is not None:
+            _set_num_layers(built, num_layers, where)
         with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(built, dtype=dtype, attn_implementation="sdpa")
-    except (ValueError, TypeError, KeyError, RuntimeError, ZeroDivisionError) as error:
-        raise UsageError(f"transformers cannot build this config: {_one_line(error)}", at=where) from error
+            model: nn.Module = AutoModelForCausalLM.from_config(built, dtype=dtype)
+    except _BUILD_ERRORS as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(
+            f"transformers cannot build this config: {_one_line(error)}",
+            at=where,
+            do="compare it with the model's published config",
+        ) from error
     return model
 
 
@@ -178,11 +191,23 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
     try:
         values = json.loads(path.read_text())
     except FileNotFoundError as error:
-        raise UsageError("no such config file", at=str(path)) from error
+        raise UsageError(
+            "no such config file",
+            at=str(path),
+            do="pass the config.json that comes with a Hugging Face model, or a preset",
+        ) from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"config is not JSON: {error}", at=str(path)) from error
+        raise UsageError(
+            f"config is not JSON: {error}",
+            at=str(path),
+            do="pass the config.json that comes with a Hugging Face model, or a preset",
+        ) from error
     if not isinstance(values, dict):
-        raise UsageError(f"config is a JSON {type(values).__name__}, not an object", at=str(path))
+        raise UsageError(
+            f"config is a JSON {type(values).__name__}, not an object",
+            at=str(path),
+            do="pass the config.json that comes with a Hugging Face model, or a preset",
+        )
     return values, str(path)
 
 

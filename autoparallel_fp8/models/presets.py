@@ -86,8 +86,13 @@ def _import(text: str) -> Callable[..., Any]:
     for part in name.split("."):
         found = getattr(found, part, None)
     if not callable(found):
-        raise UsageError(f"{module_name} has no function {name!r}", at=f"model {text!r}")
-    return found  # type: ignore[no-any-return]
+        raise UsageError(
+            f"{module_name} has no function {name!r}",
+            at=f"model {text!r}",
+            do="name a function of that module that returns the model",
+        )
+    factory: Callable[..., Any] = found
+    return factory
 
 
 def _from_factory(factory: Callable[..., Any], name: str, num_layers: int | None) -> nn.Module:
@@ -101,5 +106,9 @@ def _from_factory(factory: Callable[..., Any], name: str, num_layers: int | None
     with torch.device("meta"):
         model = factory(**options)
     if not isinstance(model, nn.Module):
-        raise UsageError(f"the factory returned a {type(model).__name__}, not an nn.Module", at=f"model {name!r}")
+        raise UsageError(
+            f"the factory returned a {type(model).__name__}, not an nn.Module",
+            at=f"model {name!r}",
+            do="return the model itself",
+        )
     return model

@@ -95,7 +95,7 @@ def _attention_backward_cuda(
     if not _takes_flash(q, k, v, mask, is_causal):
         return attention_backward_formula(grad_out, q, k, v, out, logsumexp, mask, is_causal, scale)
     num_heads, num_kv_heads = q.shape[1], k.shape[1]
-    unused = torch.zeros(2, dtype=torch.int64)  # generator state: read with dropout only
+    unused = torch.zeros(2, dtype=torch.int64, device=q.device)  # generator state: read with dropout only
     dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
         grad_out,
         q,

@@ -1,0 +1,157 @@
+"""One op of the plan as one rank runs it: shapes among its arguments made local, or the local program of its rows.
+
+In: a `Kind` and the option taken. Out: a `LocalCall`, whose tensors are still places to be filled, so that a rank's
+program can be run op by op (`simulate_plan.py`) or written down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from .errors import RuleError
+from .graph import TensorSpec
+from .layout import Layout
+from .options import Kind, Option, local_specs
+from .parts import parts
+from .rules import OpCall
+from .rules.local import Where, find_program
+
+aten = torch.ops.aten
+
+# Argument that holds the shape of the result.
+_SIZE_ARGUMENT = {
+    aten.view.default: "size",
+    aten._unsafe_view.default: "size",
+    aten.reshape.default: "shape",
+    aten.expand.default: "size",
+    aten.zeros.default: "size",
+    aten.ones.default: "size",
+    aten.full.default: "size",
+    aten.empty.memory_format: "size",
+    aten.new_zeros.default: "size",
+    aten.new_ones.default: "size",
+    aten.new_full.default: "size",
+    aten.new_empty.default: "size",
+    aten.slice_backward.default: "input_sizes",
+}
+_SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """Stands for the tensor that an op reads at this position."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class LocalCall:
+    """What one rank calls.
+
+    Attributes:
+        function: the op, or a local program.
+        args, kwargs: its arguments, tensors replaced by `Operand`.
+    """
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+
+    def run(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
+        """The results on these local tensors, in order."""
+        args = [_fill(value, tensors) for value in self.args]
+        kwargs = {name: _fill(value, tensors) for name, value in self.kwargs}
+        made = self.function(*args, **kwargs)
+        return tuple(made) if isinstance(made, (tuple, list)) else (made,)
+
+
+def local_call(kind: Kind, option: Option, sizes: tuple[int, ...], coordinate: tuple[int, ...]) -> LocalCall:
+    """What the rank at `coordinate` calls for an op under this option.
+
+    Args:
+        kind: the op on global tensors.
+        option: the layouts of what it reads and makes, and the row on each axis.
+        sizes: of the mesh axes.
+        coordinate: the rank's position on each axis.
+
+    Raises:
+        RuleError: a row names a local program that nobody wrote for this op.
+    """
+    call = _with_operands(kind.call)
+    names = {row.local for row in option.rows if row.local}
+    if names:
+        (name,) = names
+        program = find_program(name, kind.call.op)
+        if program is None:
+            raise RuleError(f"a row of {kind.call.op} runs {name!r}, and there is no such program for it")
+
+        def where(factors: Sequence[Any], layouts: tuple[Layout, ...]) -> Any:
+            return tuple(parts(f, layout, sizes, coordinate) for f, layout in zip(factors, layouts, strict=True))
+
+        place = Where(
+            kind.call.op, where(kind.operand_factors, option.operands), where(kind.result_factors, option.results)
+        )
+        return LocalCall(partial(program, place), call.args, call.kwargs)
+    reads = local_specs(kind.call.tensors, kind.operand_factors, option.operands, sizes)
+    makes = local_specs(kind.call.out, kind.result_factors, option.results, sizes)
+    return _localized(kind.call, call, reads, makes)
+
+
+def _with_operands(call: OpCall) -> LocalCall:
+    """The call with its tensors numbered in reading order."""
+    count = 0
+
+    def replaced(value: Any) -> Any:
+        nonlocal count
+        if isinstance(value, TensorSpec):
+            count += 1
+            return Operand(count - 1)
+        return tuple(replaced(item) for item in value) if isinstance(value, tuple) else value
+
+    args = tuple(replaced(value) for value in call.args)
+    return LocalCall(call.op, args, tuple((name, replaced(value)) for name, value in call.kwargs))
+
+
+def _fill(value: Any, tensors: Sequence[Any]) -> Any:
+    if isinstance(value, Operand):
+        return tensors[value.number]
+    return [_fill(item, tensors) for item in value] if isinstance(value, tuple) else value
+
+
+def _localized(
+    whole: OpCall, call: LocalCall, reads: tuple[TensorSpec, ...], makes: tuple[TensorSpec, ...]
+) -> LocalCall:
+    """The plain op with every size among its arguments that of the rank's part."""
+    op = whole.op
+    if op in _SIZE_ARGUMENT:
+        return _with_argument(call, _SIZE_ARGUMENT[op], makes[0].shape)
+    if op is aten.embedding_dense_backward.default:
+        return _with_argument(call, "num_weights", makes[0].shape[0])
+    if op is aten.repeat.default:
+        offset = len(makes[0].shape) - len(reads[0].shape)
+        shape = (*[1] * offset, *reads[0].shape)
+        return _with_argument(call, "repeats", tuple(b // a for a, b in zip(shape, makes[0].shape, strict=True)))
+    if op in _SQUEEZES and reads[0].shape != whole.tensors[0].shape:
+        # a split dim may be down to 1 here, and must stay
+        return LocalCall(aten.view.default, (call.args[0], makes[0].shape), ())
+    return call
+
+
+def _with_argument(call: LocalCall, name: str, value: Any) -> LocalCall:
+    """The call with one argument replaced, wherever it was passed."""
+    names = [argument.name for argument in call.function._schema.arguments]
+    position = names.index(name)
+    if position < len(call.args):
+        return LocalCall(call.function, (*call.args[:position], value, *call.args[position + 1 :]), call.kwargs)
+    kwargs = tuple((n, value if n == name else v) for n, v in call.kwargs)
+    return LocalCall(call.function, call.args, kwargs)
+
+
+def sized_by_arguments(op: Any) -> bool:
+    """Whether the shape of the op's result stands among its arguments, so that a rank calls it with others."""
+    return op in _SIZE_ARGUMENT or op in _SQUEEZES or op in (aten.repeat.default, aten.embedding_dense_backward.default)

@@ -1,0 +1,123 @@
+"""What a rank runs where the plain op on its parts would be wrong: programs that rows name in `AxisRow.local`.
+
+A program gets the op's arguments with the rank's own tensors in place of the whole ones, and `Where`: which positions
+of each dim these are. To add one: a function under `@program(name, op)`, and the name in a rule's `local`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..parts import Part
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Where:
+    """The op, and the rank's part of every dim of each tensor that it reads and makes."""
+
+    op: Any
+    operands: tuple[tuple[Part, ...], ...]
+    results: tuple[tuple[Part, ...], ...]
+
+
+Program = Callable[..., Any]
+_PROGRAMS: dict[tuple[str, Any], Program] = {}
+
+
+def program(name: str, *ops: Any) -> Callable[[Program], Program]:
+    """Decorator: the function stands in for these op overloads where a row says `local=name`.
+
+    It is called as `function(where, *args, **kwargs)`, with the arguments of the op.
+    """
+
+    def register(function: Program) -> Program:
+        for op in ops:
+            _PROGRAMS[name, op] = function
+        return function
+
+    return register
+
+
+def find_program(name: str, op: Any) -> Program | None:
+    """The program of that name for an op overload, or None."""
+    return _PROGRAMS.get((name, op))
+
+
+@program("masked_lookup", aten.embedding.default)
+def lookup_rows(where: Where, weight: Tensor, indices: Tensor, *unused: Any, **kwargs: Any) -> Tensor:
+    """Rows that the rank holds; zero for indices of other ranks' rows."""
+    local, here = where.operands[0][0].find(indices)
+    found = aten.embedding.default(weight, local)
+    return torch.where(here.unsqueeze(-1), found, found.new_zeros(()))
+
+
+@program("masked_lookup", aten.embedding_dense_backward.default)
+def add_rows(
+    where: Where,
+    grad: Tensor,
+    indices: Tensor,
+    num_weights: int,
+    padding_idx: int,
+    scale_grad_by_freq: bool,
+) -> Tensor:
+    """Gradients of the rows that the rank holds; what belongs to other ranks goes to a row that is cut off."""
+    rows = where.results[0][0]
+    local, here = rows.find(indices)
+    target = torch.where(here & (indices != padding_idx), local, rows.size)
+    found = aten.embedding_dense_backward.default(grad, target, rows.size + 1, rows.size, scale_grad_by_freq)
+    return found.narrow(0, 0, rows.size)
+
+
+@program("masked_lookup", aten.gather.default)
+def gather_own(where: Where, x: Tensor, dim: int, index: Tensor, **kwargs: Any) -> Tensor:
+    """Elements that the rank holds; zero for those of other ranks."""
+    local, here = where.operands[0][dim].find(index)
+    found = aten.gather.default(x, dim, local)
+    return torch.where(here, found, found.new_zeros(()))
+
+
+@program("masked_write", aten.scatter.value)
+def write_own(where: Where, x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
+    """The value where the index is the rank's; what belongs to other ranks hits a place that is cut off."""
+    local, here = where.operands[0][dim].find(index)
+    size = x.shape[dim]
+    hits = x.new_zeros([n + (d == dim % x.ndim) for d, n in enumerate(x.shape)], dtype=torch.bool)
+    hits = aten.scatter.value(hits, dim, torch.where(here, local, size), True).narrow(dim, 0, size)
+    return x.masked_fill(hits, value)
+
+
+@program("masked_write", aten.scatter_add.default)
+def add_own(where: Where, x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+    """Adds where the index is the rank's; elsewhere it adds nothing."""
+    local, here = where.operands[0][dim].find(index)
+    added = source if source.shape == index.shape else source[tuple(map(slice, index.shape))]
+    return aten.scatter_add.default(x, dim, local, torch.where(here, added, added.new_zeros(())))
+
+
+@program("mean_of_part", aten.mean.dim, aten.mean.default)
+def mean_of_part(
+    where: Where, x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """The sum of the rank's part over the count of the whole, so that the parts add up to the mean."""
+    dims = [d % x.ndim for d in dim] if dim else list(range(x.ndim))
+    count = prod(where.operands[0][d].full_size for d in dims)
+    wide = torch.float64 if torch.float64 in (x.dtype, dtype) else torch.float32
+    return (x.sum(dims, keepdim=keepdim, dtype=wide) / count).to(dtype or x.dtype)
+
+
+@program("arange_part", aten.arange.default, aten.arange.start, aten.arange.start_step)
+def arange_part(where: Where, *args: Any, **kwargs: Any) -> Tensor:
+    """The rank's numbers out of all of them, rounded as the op itself rounds them."""
+    part = where.results[0][0]
+    numbers = where.op(*args, **kwargs).reshape(part.factors)
+    for k, (start, count) in enumerate(zip(part.starts, part.counts, strict=True)):
+        numbers = numbers.narrow(k, start, count)
+    return numbers.reshape(-1)

@@ -1,0 +1,112 @@
+"""The structure holds: stages import only stages before them, and the public names are the ones listed."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import autoparallel_fp8
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# One row a stage, in the order of the pipeline; a file may import from its own row and those above it.
+STAGES = [
+    ["errors"],
+    ["graph", "mesh", "problem"],
+    ["layout", "parts"],
+    ["ops", "quiet"],
+    ["integrations", "recipes", "models", "capture"],
+    ["rules"],
+    ["factors"],
+    ["reach", "own_scales"],
+    ["options", "redistribute"],
+    ["structure"],
+    ["cost_models"],
+    ["formulate", "constraints", "memory"],
+    ["solver"],
+    ["plan"],
+    ["assemble", "explain"],
+    ["report"],
+    ["lower", "shards", "simulate", "simulate_plan", "inputs"],
+    ["api"],
+    ["cli"],
+]
+LEVEL = {name: level for level, names in enumerate(STAGES) for name in names}
+LATE = {
+    ("plan", "report"),
+    ("plan", "explain"),
+    ("explain", "report"),
+}  # views of their own data, imported when asked for
+NO_TORCH = ["problem", "formulate", "plan", "solver"]
+
+
+def stage_files() -> list[tuple[str, Path]]:
+    files = [
+        (p.relative_to(ROOT / "autoparallel_fp8").parts[0].removesuffix(".py"), p)
+        for p in (ROOT / "autoparallel_fp8").rglob("*.py")
+    ]
+    files += [(folder, p) for folder in ("rules", "cost_models") for p in (ROOT / folder).glob("*.py")]
+    return sorted((stage, p) for stage, p in files if stage != "__init__" and p.name != "__init__.py")
+
+
+def imported(path: Path) -> set[str]:
+    """Modules of this package that a file imports, as names below the package."""
+    inside = ROOT / "autoparallel_fp8" in path.parents
+    package = ["autoparallel_fp8", *path.relative_to(ROOT / "autoparallel_fp8" if inside else ROOT).parts[:-1]]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            full = [*base, *(node.module or "").split(".")] if node.module else base
+            if full and full[0] == "autoparallel_fp8":
+                found |= {full[1]} if len(full) > 1 else {alias.name for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize(("stage", "path"), stage_files(), ids=lambda value: getattr(value, "name", value))
+def test_a_stage_imports_only_stages_before_it(stage: str, path: Path) -> None:
+    """Data flows one way: no file knows of a later stage."""
+    assert stage in LEVEL, f"give {path.name} its row in STAGES"
+    for name in imported(path):
+        late = LEVEL.get(name, -1) > LEVEL[stage] and (stage, name) not in LATE
+        assert not late, f"{path.name} imports {name}, a later stage"
+
+
+@pytest.mark.parametrize("name", NO_TORCH)
+def test_problem_and_plan_stages_do_not_know_torch(name: str) -> None:
+    """From the problem on, everything is plain numbers."""
+    for stage, path in stage_files():
+        if stage == name:
+            tree = ast.parse(path.read_text())
+            modules = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+            modules |= {n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+            assert not any(module.split(".")[0] == "torch" for module in modules), path.name
+
+
+def test_only_solve_imports_the_solver() -> None:
+    """PuLP is one file's business."""
+    users = [
+        path.name
+        for _, path in stage_files()
+        if "import pulp" in path.read_text() or "import highspy" in path.read_text()
+    ]
+    assert len(users) <= 1
+
+
+def test_public_names() -> None:
+    """What users may rely on; a new name is a decision."""
+    assert sorted(autoparallel_fp8.__all__) == [
+        "AutoParallel",
+        "AutoParallelError",
+        "CaptureError",
+        "CostError",
+        "DeviceProfile",
+        "InfeasibleError",
+        "Plan",
+        "PlanError",
+        "ProblemError",
+        "RuleError",
+        "SolveError",
+        "Topology",
+        "UsageError",
+    ]

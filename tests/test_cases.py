@@ -1,0 +1,179 @@
+"""Small inputs behind public reports on planners of this kind, each standing for its whole kind."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from autoparallel_fp8 import AutoParallel, InfeasibleError, Plan, UsageError
+from autoparallel_fp8.models.presets import build
+
+BF16 = torch.bfloat16
+
+
+def mlp(*sizes: int, bias: bool = False) -> nn.Sequential:
+    """Linears of these sizes with ReLU between them."""
+    layers: list[nn.Module] = []
+    for a, b in pairwise(sizes):
+        layers += [nn.Linear(a, b, bias=bias), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def planner(model: nn.Module, mesh: str, *shape: int, dtype: torch.dtype = torch.float32) -> AutoParallel:
+    return AutoParallel(model, mesh, inputs=(torch.empty(*shape, dtype=dtype, device="meta"),), device="H100")
+
+
+def share(plan: Plan, name: str) -> float:
+    parameter = plan.parameters[name]
+    return math.prod(parameter.local_shape) / math.prod(parameter.shape)
+
+
+class TestSmallBatchOnThreeAxes:
+    """A batch of 2 on mesh (2, 2, 2): meta-pytorch/autoparallel#22, #320, #73."""
+
+    def test_batch_is_split_on_at_most_one_axis_and_parameters_fully(self) -> None:
+        plan = planner(mlp(64, 256, 64), "a=2,b=2,c=2", 2, 64, 64).add_parameter_memory_constraint().optimize()
+        assert plan.status == "optimal"
+        assert {share(plan, name) for name in plan.parameters} == {1 / 8}
+        (tokens,) = [node for node in plan.nodes if node.op == "input"]
+        assert tokens.output[0].split(", ").count("S(0)") <= 1
+
+    def test_an_input_that_does_not_split_is_refused_with_dim_and_axis(self) -> None:
+        asked = planner(mlp(64, 256, 64), "a=2,b=2,c=2", 2, 64, 64).add_input_constraints(["S(0), S(0), R"])
+        with pytest.raises(UsageError, match=r"dim 0 of size 2 does not split 4 ways over axis a"):
+            asked.optimize()
+
+    def test_one_device_needs_no_communication(self) -> None:
+        plan = planner(mlp(64, 256, 64), "a=1", 2, 64, 64).optimize()
+        assert plan.collectives == ()
+        assert all(p.placements == ("R",) for p in plan.parameters.values())
+
+
+def test_an_indivisible_bias_gets_its_own_best() -> None:
+    """#394: bias[10] on mesh (4, 2) holds 5 of 10; every other parameter exactly 1/8."""
+    plan = planner(mlp(64, 10, 64, bias=True), "a=4,b=2", 32, 64).add_parameter_memory_constraint(high=1 / 8).optimize()
+    shares = {name: share(plan, name) for name in plan.parameters}
+    assert shares == {"0.weight": 1 / 8, "0.bias": 1 / 2, "2.weight": 1 / 8, "2.bias": 1 / 8}
+
+
+class TestPinAgainstBudget:
+    """A pin and a budget for one weight, in either order: #475, #400."""
+
+    def test_order_does_not_matter(self) -> None:
+        first = planner(mlp(64, 256, 64), "a=8", 32, 64).pin("0.weight", "R").add_parameter_memory_constraint()
+        second = planner(mlp(64, 256, 64), "a=8", 32, 64).add_parameter_memory_constraint().pin("0.weight", "R")
+        plans = first.optimize(), second.optimize()
+        assert plans[0].to_json() == plans[1].to_json()
+        assert plans[0].parameters["0.weight"].placements == ("R",)
+        assert share(plans[0], "2.weight") == 1 / 8
+
+    def test_a_pin_taken_back_leaves_no_trace(self) -> None:
+        asked = planner(mlp(64, 256, 64), "a=8", 32, 64).add_parameter_memory_constraint()
+        before = asked.optimize().to_json()
+        assert asked.pin("0.weight", "R").optimize().to_json() != before
+        assert asked.pin("0.weight", None).optimize().to_json() == before
+
+    def test_none_leaves_an_input_free(self) -> None:
+        asked = planner(mlp(64, 256, 64), "a=8", 32, 64)
+        assert asked.add_input_constraints([None]).optimize().objective_us == asked.optimize().objective_us
+
+    def test_conflicting_pins_are_both_named(self) -> None:
+        asked = planner(mlp(64, 256, 64), "a=8", 32, 64).pin("0.weight", "R").pin("0.*", "S(0)")
+        with pytest.raises(InfeasibleError, match=r'pin\("0.weight", "R"\), pin\("0.weight", "S\(0\)"\)'):
+            asked.optimize()
+
+
+class TestStrides:
+    """Memory order survives splits: #37, #42, #269."""
+
+    def test_a_column_major_operand_stays_so_when_either_dim_is_split(self) -> None:
+        class Transposed(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = nn.Parameter(torch.empty(32, 64))
+
+            def forward(self, a: torch.Tensor) -> torch.Tensor:
+                return a @ self.weight.t()
+
+        asked = planner(Transposed(), "a=4", 16, 64)
+        space = asked.space()
+        number = next(i for i, n in enumerate(space.graph.nodes) if n.op_name == "aten.mm.default")
+        kind = space.kind(number)
+        from autoparallel_fp8.options import local_specs
+
+        strides = set()
+        for option in kind.options:
+            b = local_specs(kind.call.tensors, kind.operand_factors, option.operands, space.mesh.sizes)[1]
+            assert b.stride == (1, b.shape[0])
+            strides.add(b.shape)
+        assert strides == {(64, 32), (16, 32), (64, 8)}
+
+    def test_layer_norm_of_a_permuted_tensor_plans(self) -> None:
+        class Permuted(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.norm = nn.LayerNorm(8)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.norm(x.permute(0, 2, 1))
+
+        asked = planner(Permuted(), "a=4", 4, 8, 16)
+        plan = asked.optimize()
+        assert plan.status == "optimal" and plan.replicated_ops == ()
+        graph = asked.graph()
+        (result,) = [o for o in graph.outputs if o.kind == "output"]
+        assert graph.spec(result.ref).stride == (128, 8, 1)
+
+
+@pytest.fixture(scope="module")
+def debug_plan() -> Plan:
+    """The debug Llama with every linear in float8, output layer too, on tp=4."""
+    from torchao.float8 import convert_to_float8_training
+
+    model = convert_to_float8_training(build("llama3-debug", num_layers=1))
+    return AutoParallel(model, "tp=4", batch=4, seq=256, device="H100").optimize()
+
+
+class TestFloat8:
+    """Alignment and memory order of float8 GEMMs: pytorch/torchtitan#1378 and its kind."""
+
+    def test_the_output_layer_at_tp_4_is_refused_with_its_sentence(self, debug_plan: Plan) -> None:
+        refused = debug_plan.explain("lm_head.weight").refused
+        assert "mat2 local [256, 564]: 564 is not a multiple of 16" in {sentence for _, sentence in refused}
+        assert debug_plan.status == "optimal"
+        assert debug_plan.replicated_ops == ()
+
+    def test_other_splits_of_the_output_layer_stay(self, debug_plan: Plan) -> None:
+        found = {a.placements: a.regret_us[1] for a in debug_plan.explain("lm_head.weight").alternatives}
+        assert set(found) == {"R", "S(0)", "S(1)"}
+        assert all(math.isfinite(regret) for regret in found.values())
+
+    @pytest.mark.parametrize(
+        ("sizes", "tp", "sentence"),
+        [
+            ((256, 576), 4, None),
+            ((256, 576), 8, "mat2 local [256, 72]: 72 is not a multiple of 16"),
+            ((48, 64), 2, "mat2 local [24, 64]: 24 is not a multiple of 16"),
+        ],
+    )
+    def test_alignment_is_local(self, sizes: tuple[int, int], tp: int, sentence: str | None) -> None:
+        from torchao.float8 import convert_to_float8_training
+
+        model = convert_to_float8_training(mlp(*sizes).to(BF16))
+        plan = planner(model, f"tp={tp}", 64, sizes[0], dtype=BF16).optimize()
+        sentences = {sentence for _, sentence in plan.explain("0.weight").refused}
+        if sentence is None:
+            assert not any("[256, 144]" in s for s in sentences)
+        else:
+            assert sentence in sentences
+
+    def test_an_unaligned_layer_is_an_error_that_names_it(self) -> None:
+        from torchao.float8 import convert_to_float8_training
+
+        model = convert_to_float8_training(mlp(256, 564).to(BF16))
+        with pytest.raises(UsageError, match=r"564 is not a multiple of 16") as caught:
+            planner(model, "tp=4", 64, 256, dtype=BF16).optimize()
+        assert "0" in str(caught.value.at)
+        assert "pad" in str(caught.value.do) and "bf16" in str(caught.value.do)

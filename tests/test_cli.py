@@ -1,0 +1,136 @@
+"""The command line: what it prints, its exit codes, and that wrong input is a paragraph with place and cure."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from autoparallel_fp8.cli import main
+
+SMALL = ["factories:small", "--mesh", "dp=4", "--device", "H100"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of one command."""
+    try:
+        code = main(list(arguments))
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_plan_prints_a_table_and_writes_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, err = run(capsys, "plan", *SMALL, "--json", str(tmp_path / "plan.json"))
+    assert (code, err) == (0, "")
+    assert "proven optimal" in out and "0.weight" in out and "memory a device" in out
+    data = json.loads((tmp_path / "plan.json").read_text())
+    assert data["status"] == "optimal" and data["mesh"] == {"dp": 4} and data["device"] == "h100"
+    for key in (
+        "version",
+        "torch",
+        "graph",
+        "model",
+        "recipe",
+        "objective_us",
+        "lower_bound_us",
+        "gap",
+        "step_time_us",
+    ):
+        assert key in data
+    assert set(data["memory_bytes"]) == {"parameters", "gradients", "optimizer", "activations", "total", "limit"}
+    assert set(data["step_time_us"]) == {"compute", "exposed_comm", "hidden_comm", "optimizer", "total"}
+    assert set(data["parameters"]["0.weight"]) >= {"shape", "dtype", "placements", "split", "local_shape", "bytes"}
+
+
+def test_json_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "plan", *SMALL, "--json", "-")
+    assert code == 0 and json.loads(out)["status"] == "optimal"
+
+
+def test_explain_lists_alternatives(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "explain", *SMALL, "--parameter", "0.weight")
+    assert code == 0
+    assert "chosen" in out and "S(0)" in out and "S(1)" in out and "slower by" in out
+
+
+def test_devices_and_rules(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "devices")
+    assert code == 0 and "h100" in out and "3.35 TB/s" in out
+    code, out, _ = run(capsys, "devices", "H200")
+    assert code == 0 and "bandwidth_bytes_per_s" in out
+    code, out, _ = run(capsys, "rules")
+    assert code == 0 and "aten._scaled_mm.default" in out
+
+
+WRONG = {
+    "unknown preset": (["plan", "llama3-9b"], 2, "no preset is called 'llama3-9b'"),
+    "unknown device": (["plan", "factories:small", "--device", "H1000"], 2, 'no device profile is named "H1000"'),
+    "unknown recipe": (["plan", "factories:small", "--device", "H100", "--recipe", "int4"], 2, "recipe is 'int4'"),
+    "mxfp8": (["plan", "factories:small", "--device", "B200", "--recipe", "mxfp8"], 2, "not planned yet"),
+    "float8 on A100": (["plan", "factories:small", "--device", "A100", "--recipe", "rowwise"], 2, "h100"),
+    "mesh text": (["plan", "factories:small", "--device", "H100", "--mesh", "8x8"], 2, "mesh"),
+    "axis of size 0": (["plan", "factories:small", "--device", "H100", "--mesh", "dp=0"], 2, "dp"),
+    "no inputs": (["plan", "factories:no_inputs", "--device", "H100"], 2, "no inputs for a Linear"),
+    "graph break": (["plan", "factories:graph_break", "--device", "H100"], 1, "cannot be traced"),
+    "not a model": (["plan", "factories:not_a_model", "--device", "H100"], 2, "returned a int"),
+    "no such factory": (["plan", "factories:absent"], 2, "has no function 'absent'"),
+    "no such config": (["plan", "nowhere/config.json"], 2, "nowhere/config.json"),
+    "odd tokens": (
+        ["plan", "factories:odd_tokens", "--device", "H100", "--recipe", "tensorwise"],
+        2,
+        "the smallest from here is 3 x 16 (48 tokens)",
+    ),
+    "memory": (["plan", *SMALL, "--memory-limit", "1 KiB"], 1, "the smallest needs"),
+    "memory text": (["plan", *SMALL, "--memory-limit", "much"], 2, "memory limit 'much'"),
+    "pin": (["plan", *SMALL, "--pin", "0.weight=S(5)"], 2, "names dim 5 of a tensor with 2 dims"),
+    "pin of no option": (["plan", *SMALL, "--pin", "0.weight=P(sum)"], 2, "choose one of: R; S(0); S(1)"),
+    "pin of nothing": (["plan", *SMALL, "--pin", "absent=R"], 2, "no parameter is called 'absent'"),
+    "pin without placement": (["plan", *SMALL, "--pin", "0.weight"], 2, "has no placement"),
+    "recipe on Conv1D": (["plan", "gpt2", "--layers", "1", "--device", "H100", "--recipe", "tensorwise"], 2, "Conv1D"),
+    "layers": (["plan", "gpt2", "--layers", "0"], 2, "--layers is 0"),
+    "too long": (["plan", "gpt2", "--layers", "1", "--seq", "9999", "--device", "H100"], 2, "at most 1024"),
+    "time limit": (["plan", *SMALL, "--time-limit", "-1"], 2, "time_limit is -1"),
+    "recompute": (["plan", *SMALL, "--recompute", "full"], 2, "recompute='full' is not planned yet"),
+    "unknown parameter": (["explain", *SMALL, "--parameter", "weight"], 1, "did you mean 0.weight"),
+    "no command": ([], 2, "COMMAND"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_input_is_a_paragraph_with_a_cure(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The exit code, what is wrong, what to do; nothing on standard output, no traceback."""
+    arguments, expected, words = WRONG[name]
+    code, out, err = run(capsys, *arguments)
+    assert code == expected, err
+    assert words in err
+    assert err.startswith("error: ") and "do: " in err and "Traceback" not in err and out == ""
+    assert len(err.splitlines()) <= 6
+
+
+@pytest.mark.parametrize("path", ["absent/plan.json", "."])
+def test_an_unwritable_output_fails_before_the_work(
+    path: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, out, err = run(capsys, "plan", "llama3-70b", "--mesh", "dp=8,tp=8", "--json", str(tmp_path / path))
+    assert code == 2 and "cannot write" in err and out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_batch_smaller_than_an_axis_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(
+        capsys,
+        "plan",
+        "llama3-debug",
+        "--layers",
+        "1",
+        "--mesh",
+        "dp=8",
+        "--batch",
+        "2",
+        "--seq",
+        "256",
+        "--device",
+        "H100",
+    )
+    assert code == 0 and "proven optimal" in out

@@ -1,0 +1,244 @@
+"""Every rule by brute force: split as its rows say, run on each rank, join, and compare with the unsplit op.
+
+The same runs list placements that would hold and have no row: `ACCEPTED` says which of them are left out, and why.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+from autoparallel_fp8.rules import AxisRow, find_rule, partial_kinds, rule_ops
+from autoparallel_fp8.rules.local import find_program
+from torch import Tensor
+
+from autoparallel_fp8.layout import Placement, R, split
+from autoparallel_fp8.lower import Operand, local_call, sized_by_arguments
+from autoparallel_fp8.mesh import parse_mesh
+from autoparallel_fp8.options import Option, expand
+from autoparallel_fp8.shards import same_bits
+from tests.graph_samples import GRAPHS, captured, sample_of
+from tests.op_samples import all_samples
+from tests.split_ops import OnRanks, Sample, kind_of, problems, spec_of
+
+aten = torch.ops.aten
+ONE_AXIS = [(2,), (3,), (4,)]
+MOST = 16  # options tried of one call on two axes, spread over all
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors here are tiny, and threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("op", rule_ops(), ids=str)
+def test_every_row_gives_the_unsplit_result(op):
+    """Every row on one axis of 2, 3 and 4; pairs of rows on two axes; splits that start inside a dim."""
+    assert all_samples()[op], f"no sample of {op}"
+    wrong = []
+    for sample in all_samples()[op]:
+        for sizes in ONE_AXIS:
+            wrong += problems(sample, kind_of(sample, sizes), sizes)
+        wrong += problems(sample, kind_of(sample, (2,), halved=True), (2,))
+        for halved in (False, True):
+            wrong += problems(sample, kind_of(sample, (2, 2), halved=halved), (2, 2), MOST)
+    assert not wrong, "\n".join(wrong[:5])
+
+
+@pytest.fixture(scope="module")
+def tried() -> set[object]:
+    """Calls with their options that were tried already: models share most of them."""
+    return set()
+
+
+@pytest.mark.parametrize(("model", "recipe"), GRAPHS)
+def test_every_op_of_a_model_as_it_is_called_there(model, recipe, tried):
+    """All options that the graph's own factors allow, with its shapes, dtypes and memory orders."""
+    wrong = []
+    for mesh in ("tp=2", "dp=2,tp=2"):
+        space = expand(captured(model, recipe), parse_mesh(mesh), architecture="cpu")
+        assert space.replicated_ops == ()
+        for kind in space.kinds:
+            key = kind.call, kind.options
+            if kind.call.op is not None and key not in tried:
+                tried.add(key)
+                wrong += problems(sample_of(kind.call), kind, space.mesh.sizes, MOST)
+    assert not wrong, f"{len(wrong)}\n" + "\n".join(wrong[:5])
+
+
+# ---- the tables ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", rule_ops(), ids=str)
+def test_a_rule_names_the_tensors_of_its_op(op):
+    """A signature has the dims of every tensor, in atoms of the right size, and a program where it says so."""
+    assert isinstance(op, torch._ops.OpOverload)
+    for sample in all_samples()[op]:
+        kind = kind_of(sample, (2,))
+        signature = find_rule(op)(kind.call)
+        for dims, spec in zip(
+            (*signature.operands, *signature.results), (*kind.call.tensors, *kind.call.out), strict=True
+        ):
+            assert len(dims) == len(spec.shape)
+            for dim, size in zip(dims, spec.shape, strict=True):
+                assert not dim or torch.tensor([signature.sizes[atom] for atom in dim]).prod() == size
+        assert all(size > 1 for size in signature.sizes.values())
+        assert {*signature.reduced, *signature.local} <= set(signature.sizes)
+        assert all(find_program(name, op) for name in signature.local.values())
+
+
+# ---- completeness --------------------------------------------------------------------------------------------------
+
+_NEW = "new_full|new_ones|new_zeros"
+_LIKE = "full_like|ones_like|zeros_like"
+ACCEPTED = [
+    # (ops, placements, why there is no row)
+    (".*", r".*P\(max\).*", "a partial maximum is a scale's: only what stands between the two lets it pass"),
+    (_NEW, ".*", "nothing is read; capture writes these as full"),
+    (_LIKE, r"P\(sum\) -> R", "nothing is read; capture writes these as full"),
+    ("repeat", r"R -> S\(0\)", "a longer dim that is repeated: needs as many repeats as ranks"),
+    ("cat", r"S\(0\) -> S\(0\)", "one tensor joined with nothing"),
+    ("view|_unsafe_view|reshape", r"S\(0\) -> S\(0\)", "(6 4) -> (8 3): a split of both, but no factor of both"),
+    ("slice|slice_backward", r"S\(1\) -> S\(1\)", "a step that fits each half, or a slice of everything"),
+    ("native_layer_norm", r"R( x R)? x P.* -> P\(sum\),R,R", "weights are no partial sums"),
+    ("native_layer_norm_backward", r".* x P\(sum\)( x R| x P\(sum\))? -> .*", "weights are no partial sums"),
+    ("attention", r"R x R x P\(sum\)( x R)? -> P\(sum\),R", "values are not worth reducing after attention"),
+    ("attention_backward", r"R x R x S\(2\) x S\(2\) x .* -> P\(sum\),S\(2\),S\(2\)", "forward splits no keys"),
+    ("scatter_add", r"P\(sum\) x S\(.\) x S\(.\) -> P\(sum\)", "indices split over a partial table: nobody makes one"),
+    ("_scaled_mm", r"R x R x .*P\(sum\).* -> P\(sum\)", "a scale is no partial sum"),
+]  # fmt: skip
+
+
+def test_no_placement_that_holds_is_missing():
+    """Of all placements of an op's tensors on one axis, those that give the right result have a row or a reason."""
+    used = set()
+    unexplained = []
+    for op, samples in all_samples().items():
+        for sample in samples[:4]:
+            for text in missing_rows(sample):
+                name = str(op).split(".")[1]
+                reasons = [
+                    k
+                    for k, (ops, like, _) in enumerate(ACCEPTED)
+                    if re.fullmatch(ops, name) and re.fullmatch(like, text)
+                ]
+                used |= set(reasons)
+                unexplained += [] if reasons else [f"{op}: {text}"]
+    assert not unexplained, "\n".join(unexplained)
+    assert used == set(range(len(ACCEPTED))), "reasons for nothing"
+
+
+def missing_rows(sample: Sample) -> Iterator[str]:
+    """Placements, written as `R x S(0) -> S(0)`, that hold for this call and have no row."""
+    on_ranks = OnRanks(sample, kind_of(sample, (2,)), (2,))
+    wholes, reference = on_ranks.wholes, on_ranks.reference
+    same_twice = len({id(t) for t in wholes}) < len(wholes)
+    if not sample.is_filled or same_twice or not any(r.double().any() for r in reference if r is not None):
+        return
+    known = {(option.operands, option.results) for option in on_ranks.kind.options}
+    together = [tuple(t.shape[:-1]) if len(wholes) > 4 and t.ndim > 1 else k for k, t in enumerate(wholes)]
+    for chosen in itertools.product(*(placements(wholes[together.index(key)]) for key in dict.fromkeys(together))):
+        of_group = dict(zip(dict.fromkeys(together), chosen, strict=True))
+        operands = tuple((of_group[key],) for key in together)
+        if any(p not in placements(t) for (p,), t in zip(operands, wholes, strict=True)):
+            continue
+        for results in what_holds(on_ranks, operands):
+            if not any(
+                o == operands and all(r in (None, k) for r, k in zip(results, rs, strict=True)) for o, rs in known
+            ):
+                left, right = (
+                    " x ".join(str(p[0]) for p in operands),
+                    ",".join(str(r[0] if r else R) for r in results),
+                )
+                yield f"{left} -> {right}"
+
+
+def placements(tensor: Tensor) -> list[Placement]:
+    """All that one axis of two ranks may do to it."""
+    splits = [split(d) for d, size in enumerate(tensor.shape) if size > 1 and size % 2 == 0]
+    kinds = partial_kinds(spec_of(tensor)) if tensor.is_floating_point() else ""
+    return [R, *splits, *(Placement(kind) for kind in kinds)]
+
+
+def what_holds(on_ranks: OnRanks, operands: tuple[tuple[Placement], ...]) -> list[tuple[tuple[Placement] | None, ...]]:
+    """Layouts of the results that the plain op gives from these; None for a result that is left out."""
+    op = on_ranks.sample.op
+    shards = [on_ranks.shards(k, layout) for k, layout in enumerate(operands)]
+    if not is_safe(op, [local[0] for local in shards]):
+        return []
+    candidates = [[None] if r is None else [(p,) for p in placements(r)] for r in on_ranks.reference]
+    tried = [[c] for c in candidates[0]] if sized_by_arguments(op) else [candidates[0]]
+    found = []
+    for first in tried:
+        if op is aten.embedding_dense_backward.default and first == [(split(0),)]:
+            continue  # would write outside of memory
+        option = Option(operands, tuple(c[0] or (R,) for c in (first, *candidates[1:])), (AxisRow((), (), ""),))
+        try:
+            made = on_ranks.run(option, shards)
+        except (RuntimeError, IndexError, ValueError):
+            continue
+        if any(len(results) != len(on_ranks.reference) for results in made):
+            continue
+        good = [
+            [
+                c
+                for c in choices
+                if c is None or is_so([m[k] for m in made], on_ranks.reference[k], c[0], on_ranks.sample)
+            ]
+            for k, choices in enumerate((first, *candidates[1:]))
+        ]
+        found += itertools.product(*([(R,)] if (R,) in choices else choices for choices in good))
+    return found
+
+
+def is_safe(op: object, local: list[Tensor]) -> bool:
+    """Kernels that do not check their arguments get none that do not fit."""
+    if op is aten.embedding_dense_backward.default:
+        return local[0].shape[:-1] == local[1].shape
+    if op is aten.native_layer_norm_backward.default:
+        grad, x, mean, _, weight, _ = local
+        return grad.shape == x.shape and mean.shape[:-1] == x.shape[:-1] and weight.shape[-1] == x.shape[-1]
+    return True
+
+
+def is_so(local: list[Tensor], whole: Tensor, placement: Placement, sample: Sample) -> bool:
+    """Whether two local results are the whole under this placement."""
+    a, b = local
+    pairs = {
+        "R": lambda: [(a, whole), (b, whole)],
+        "S": lambda: zip((a, b), whole.chunk(2, placement.dim), strict=True),
+        "P": lambda: [(a + b, whole)],
+        "M": lambda: [(torch.maximum(a, b), whole)],
+    }
+    if a.dtype != whole.dtype or (placement.kind in "PM" and not a.shape == b.shape == whole.shape):
+        return False
+    for x, y in pairs[placement.kind]():
+        if x.shape != y.shape:
+            return False
+        if not (torch.allclose(x.double(), y.double(), 1e-4, 1e-4, equal_nan=True) if sample.rtol else same_bits(x, y)):
+            return False
+    return True
+
+
+# ---- local calls ---------------------------------------------------------------------------------------------------
+
+
+def test_a_local_call_says_what_a_rank_runs():
+    """Shapes among the arguments are those of the rank's part; a program gets the part itself."""
+    views = Sample(aten.view.default, (torch.zeros(4, 12), (4, 3, 4)))
+    kind = kind_of(views, (2,))
+    option = next(o for o in kind.options if o.operands == ((split(0),),))
+    assert local_call(kind, option, (2,), (1,)).args == (Operand(0), (2, 3, 4))
+
+    lookup = Sample(aten.embedding.default, (torch.arange(8.0).reshape(8, 1), torch.tensor([1, 6])))
+    kind = kind_of(lookup, (2,))
+    option = next(o for o in kind.options if o.operands == ((split(0),), (R,)))
+    second = local_call(kind, option, (2,), (1,)).run([torch.arange(4.0, 8.0).reshape(4, 1), torch.tensor([1, 6])])
+    assert second[0].tolist() == [[0.0], [6.0]]
