@@ -12,7 +12,7 @@ demo: $(VENV)/installed
 	$(BIN)/autoparallel-fp8 plan llama3-8b --recipe tensorwise --mesh dp=8,tp=8 --device H100
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto $(PYTEST_ARGS)
 
 check: lint types
 

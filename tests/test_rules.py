@@ -8,17 +8,19 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
-from autoparallel_fp8.rules import AxisRow, find_rule, partial_kinds, rule_ops
+from autoparallel_fp8.rules import AxisRow, Signature, find_rule, partial_kinds, rows, rule_ops
 from autoparallel_fp8.rules.local import find_program
 from torch import Tensor
 
+from autoparallel_fp8.graph import TensorSpec
 from autoparallel_fp8.layout import Placement, R, split
 from autoparallel_fp8.lower import Operand, local_call, sized_by_arguments
 from autoparallel_fp8.mesh import parse_mesh
-from autoparallel_fp8.options import Option, expand
+from autoparallel_fp8.options import Option, expand, products
 from autoparallel_fp8.shards import same_bits
 from tests.graph_samples import GRAPHS, captured, sample_of
 from tests.op_samples import all_samples
@@ -92,6 +94,22 @@ def test_a_rule_names_the_tensors_of_its_op(op):
         assert all(size > 1 for size in signature.sizes.values())
         assert {*signature.reduced, *signature.local} <= set(signature.sizes)
         assert all(find_program(name, op) for name in signature.local.values())
+
+
+def test_a_split_runs_on_into_the_same_factor_everywhere():
+    """Four ways over a factor of two go on into the next one; where two tensors have another next one, they may not."""
+    signature = Signature(
+        ((("a", "b"),), (("a", "c"),)), ((("a", "b"),),), {"a": 2, "b": 2, "c": 2}, reduced={"c": "P"}
+    )
+    alike = replace(signature, operands=((("a", "b"),), (("a", "b"),)), sizes={"a": 2, "b": 2}, reduced={})
+    factors = (((2, 2),), ((2, 2),))
+    out = (TensorSpec((4,), (1,), torch.float32),)
+
+    def four_ways(made: Signature) -> list[Option]:
+        found = products(made, rows(made, out), factors, factors[:1], (2, 2))
+        return [option for option in found if option.operands[0] == (split(0), split(0))]
+
+    assert four_ways(alike) and not four_ways(signature)
 
 
 # ---- completeness --------------------------------------------------------------------------------------------------
