@@ -15,7 +15,7 @@ from .graph import Ref
 from .layout import format_layout
 from .options import Space, format_option
 from .problem import Problem, Restriction, Solution
-from .solver import solve
+from .solver import presolve, solve
 from .structure import Structure
 
 
@@ -85,7 +85,10 @@ class Explainer:
         layouts = self.shape.sources[v][0]
         chosen = self.solution.choices[v]
         others = [r for r in self.problem.restrictions if r.variable == v]
-        small, where = self.problem, v
+        small, undo = presolve(self.problem, held=(v,))
+        where = small.names.index(self.problem.names[v])
+        start = [0] * small.num_variables
+        left = {undo(tuple([*start[:where], k, *start[where + 1 :]]))[v]: k for k in range(len(small.costs[where]))}
         for i, layout in enumerate(layouts):
             local = self.space.local_shape(Ref(v), layout)
             text = format_layout(layout)
@@ -96,7 +99,10 @@ class Explainer:
             if forbidding:
                 yield Alternative(text, local, (math.inf, math.inf), False, f"forbidden by {', '.join(forbidding)}")
                 continue
-            pinned = replace(small, restrictions=(*small.restrictions, Restriction(text, where, (i,))))
+            if i not in left:
+                yield Alternative(text, local, (math.inf, math.inf), False, "no plan has it")
+                continue
+            pinned = replace(small, restrictions=(Restriction(text, where, (left[i],)),))
             result = solve(pinned, time_limit=20.0)
             low = max(0.0, result.lower_bound - self.solution.objective)
             high = max(low, result.objective - self.solution.objective)

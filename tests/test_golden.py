@@ -58,6 +58,23 @@ def test_a_plan_file_reads_back(tmp_path: Path) -> None:
     assert str(again) == str(plan)
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_data_parallel_float8_reduces_no_activation_amax(recipe: str) -> None:
+    """Each rank scales its own tokens; with one scale for all ranks the maxima of every layer are reduced."""
+
+    def reduced(scope: str) -> list[str]:
+        model = build("llama3-debug", num_layers=1)
+        planner = AutoParallel(model, "dp=4", recipe=recipe, device="H100", scale_scope=scope)
+        planner.add_input_constraints(["S(0)", "S(0)"])
+        planner.add_node_constraint("model.layers.0.add", "S(0)")
+        plan = planner.optimize()
+        return [c.tensor for c in plan.collectives if "P(max)" in c.source and not c.hidden and "proj" in c.tensor]
+
+    assert reduced("local") == []
+    if recipe == "rowwise":
+        assert reduced("global") != []
+
+
 class TestFloat8Point:
     """What float8 is for: one byte an element on the wire, casts on the shard, no amax on data-parallel activations."""
 

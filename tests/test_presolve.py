@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -63,6 +64,27 @@ def test_undo_keeps_every_objective(problem: Problem) -> None:
     choices = [0] * small.num_variables
     if all(len(cost) for cost in small.costs) and math.isfinite(evaluate(small, choices)):
         assert evaluate(problem, undo(choices)) == pytest.approx(evaluate(small, choices))
+
+
+@settings(max_examples=80, deadline=None)
+@given(problems())
+def test_held_variable_can_be_pinned_afterwards(problem: Problem) -> None:
+    """Each possible option of a held variable is still there, and the best with it is the best with it before."""
+    small, undo = presolve(problem, held=(0,))
+    if any(not len(cost) for cost in small.costs):
+        assert exhaustive(problem)[0] == INF
+        return
+    where = small.names.index(problem.names[0])
+    start = [0] * small.num_variables
+    left = {undo((*start[:where], k, *start[where + 1 :]))[0]: k for k in range(len(small.costs[where]))}
+    for option in range(len(problem.costs[0])):
+        pin = Restriction("pin", 0, (option,))
+        least = exhaustive(replace(problem, restrictions=(*problem.restrictions, pin)))[0]
+        if option not in left:
+            assert least == INF
+        else:
+            pinned = replace(small, restrictions=(Restriction("pin", where, (left[option],)),))
+            assert exhaustive(pinned)[0] == pytest.approx(least)
 
 
 STRICT = array([0.0, 9.0], [9.0, 0.0])  # neither option beats the other, the parts do not separate

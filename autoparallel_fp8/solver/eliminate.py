@@ -23,7 +23,7 @@ def settle_single(net: Network, queue: dict[int, None]) -> None:
         batch = list(queue)
         queue.clear()
         for v in batch:
-            if net.alive[v] and net.dead is None and len(net.costs[v]) == 1:
+            if net.alive[v] and v not in net.held and net.dead is None and len(net.costs[v]) == 1:
                 net.leave_rows(v)
                 _eliminate(net, v)
 
@@ -39,7 +39,8 @@ def eliminate_few_neighbours(net: Network, queue: dict[int, None]) -> None:
         batch = list(queue)
         queue.clear()
         for v in batch:
-            if net.alive[v] and net.dead is None and len(net.links[v]) <= 2 and not net.terms[v]:
+            stays = v in net.held or bool(net.terms[v])
+            if net.alive[v] and net.dead is None and len(net.links[v]) <= 2 and not stays:
                 _eliminate(net, v)
 
 
@@ -96,7 +97,7 @@ def join_determined(net: Network, queue: dict[int, None]) -> None:
         queue.clear()
         for v in batch:
             for w in list(net.links[v]) if net.alive[v] else ():
-                if w in net.links[v] and _is_worth_joining(net, v, w):
+                if w in net.links[v] and not net.held & {v, w} and _is_worth_joining(net, v, w):
                     kept, gone = min(v, w), max(v, w)
                     net.join(kept, gone, _allowed_pairs(net.pool, net.links[kept][gone]))
                     if gone == v:

@@ -148,12 +148,14 @@ class Network:
         terms: terms[v][r] is the coefficient vector of v in row r.
         rows: the problem's rows; `bases` the constant of each, `members` the variables left in each.
         alive: which variables are left.
+        held: variables that stay, with every option that is possible, whatever it costs.
         dead: a variable that ran out of options: the problem has no solution.
     """
 
-    def __init__(self, problem: Problem, pool: Pool | None = None) -> None:
+    def __init__(self, problem: Problem, pool: Pool | None = None, held: frozenset[int] = frozenset()) -> None:
         assert not problem.restrictions, "restrictions are applied before a network is made"
         self.pool = pool or Pool()
+        self.held = held
         self.names = problem.names
         self.costs = [self.pool.share(cost) for cost in _shared_once(self.pool, problem.costs)]
         self.links: list[dict[int, Array]] = [{} for _ in problem.names]

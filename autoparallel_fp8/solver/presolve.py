@@ -7,7 +7,7 @@ are shared throughout (`network.Pool`), so repeated layers cost once. Same probl
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -41,8 +41,12 @@ STEPS = (
 )
 
 
-def presolve(problem: Problem) -> tuple[Problem, Undo]:
+def presolve(problem: Problem, held: Iterable[int] = ()) -> tuple[Problem, Undo]:
     """The problem reduced by all steps until none applies, and the way back.
+
+    Args:
+        problem: with rows and restrictions.
+        held: variables to leave in, with every possible option, so that each can be pinned afterwards.
 
     A variable without options in the result says that the problem has no solution.
 
@@ -54,7 +58,7 @@ def presolve(problem: Problem) -> tuple[Problem, Undo]:
         >>> small.num_variables, small.offset, undo(())
         (0, 1.0, (0, 0))
     """
-    net = Network(forbid_restricted(problem))
+    net = Network(forbid_restricted(problem), held=frozenset(held))
     run_steps(net)
     return net.problem(), net.undo()
 

@@ -114,7 +114,7 @@ def drop_dominated(net: Network, queue: dict[int, None]) -> None:
         batch = list(queue)
         queue.clear()
         for v in batch:
-            if net.alive[v] and len(net.costs[v]) > 1:
+            if net.alive[v] and v not in net.held and len(net.costs[v]) > 1:
                 kept = _undominated(net, v)
                 if len(kept) < len(net.costs[v]):
                     net.keep(v, kept)
