@@ -221,13 +221,15 @@ class AutoParallel:
         explainer = Explainer(prepared.space, prepared.shape, problem, solution)
         return replace(plan, explain_with=explainer.explain)
 
-    def score(self, placements: Mapping[str, Wanted]) -> Plan:
+    def score(self, placements: Mapping[str, Wanted] | Plan) -> Plan:
         """The best plan in which these parameters and ops lie as written; what is not named is chosen.
 
         Args:
             placements: name or glob of parameters, or of ops (their result) where no parameter is called so, and the
-                placement of each.
+                placement of each. Or a plan: its parameters' placements.
         """
+        if isinstance(placements, Plan):
+            placements = {name: p.placements for name, p in placements.parameters.items()}
         prepared = self._prepare()
         parameters = [n.target for n in prepared.space.graph.nodes if n.kind == "parameter"]
         wanted = self.constraints

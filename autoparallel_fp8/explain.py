@@ -88,7 +88,7 @@ class Explainer:
         small, undo = presolve(self.problem, held=(v,))
         where = small.names.index(self.problem.names[v])
         start = [0] * small.num_variables
-        left = {undo(tuple([*start[:where], k, *start[where + 1 :]]))[v]: k for k in range(len(small.costs[where]))}
+        left = {undo((*start[:where], k, *start[where + 1 :]))[v]: k for k in range(len(small.costs[where]))}
         for i, layout in enumerate(layouts):
             local = self.space.local_shape(Ref(v), layout)
             text = format_layout(layout)

@@ -58,6 +58,17 @@ def test_a_plan_file_reads_back(tmp_path: Path) -> None:
     assert str(again) == str(plan)
 
 
+def test_a_plan_scores_as_itself() -> None:
+    """A plan's parameters pinned in the same problem give the same plan; in a deeper model, a plan like it."""
+    plan = make("llama3-debug", "rowwise", "dp=2,tp=2")
+    planner = AutoParallel(build("llama3-debug", num_layers=1), "dp=2,tp=2", recipe="rowwise", device="H100")
+    assert planner.score(plan).objective_us == pytest.approx(plan.objective_us)
+    deeper = AutoParallel(build("llama3-debug", num_layers=2), "dp=2,tp=2", recipe="rowwise", device="H100").score(plan)
+    assert {name: p.placements for name, p in deeper.parameters.items() if name in plan.parameters} == {
+        name: p.placements for name, p in plan.parameters.items()
+    }
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 def test_data_parallel_float8_reduces_no_activation_amax(recipe: str) -> None:
     """Each rank scales its own tokens; with one scale for all ranks the maxima of every layer are reduced."""
