@@ -9,7 +9,7 @@ import fnmatch
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,18 +17,19 @@ from torch import nn
 
 from .assemble import Request, assemble, dtype_name
 from .capture import capture
-from .constraints import Constraints, Wanted, restrictions
+from .constraints import Constraints, Wanted, check_name, restrictions
 from .cost_models import DeviceProfile, Optimizer, Pricing, Topology, default_device, load_device, require_recipe
 from .errors import InfeasibleError, SolveError, UsageError
 from .explain import Explainer
 from .formulate import formulate
 from .graph import Graph
 from .inputs import default_inputs
-from .memory import GIB, activation_terms, added, memory_row
+from .memory import format_need, memory_row
 from .mesh import Mesh, parse_mesh
 from .options import Space, expand
+from .overlap import Overlap, solve_step
 from .plan import Plan
-from .problem import Array, Problem, Row, Solution, row_value
+from .problem import Array, Problem, Solution
 from .recipes import RECIPES
 from .solver import min_row, solve
 from .structure import Structure, structure
@@ -67,6 +68,7 @@ class Settings:
             "loss": self.loss,
             "optimizer_state_bytes": self.optimizer.state_bytes,
             "hidden_share": self.device.hidden_share,
+            "topology": asdict(self.topology) if self.topology != Topology() else None,
         }
 
 
@@ -78,6 +80,15 @@ class Prepared:
     shape: Structure
     pricing: Pricing
     costs: list[Array]
+
+
+@dataclass(frozen=True)
+class Solved:
+    """The problem of one plan, its solution, and the weight of the two sums that proves it (`overlap.py`)."""
+
+    overlap: Overlap
+    solution: Solution
+    weight: float
 
 
 class AutoParallel:
@@ -141,6 +152,16 @@ class AutoParallel:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise UsageError(f"the model is a {type(model).__name__}, not an nn.Module", at="model")
+        if topology is not None and not isinstance(topology, Topology):
+            raise UsageError(f"topology is a {type(topology).__name__}", at="topology", do="pass a Topology(...)")
+        if mixed_precision is not None and not hasattr(mixed_precision, "param_dtype"):
+            raise UsageError(
+                f"mixed_precision is {mixed_precision!r}",
+                at="mixed_precision",
+                do="pass torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=..., reduce_dtype=...)",
+            )
+        if progress is not None and not callable(progress):
+            raise UsageError(f"progress is a {type(progress).__name__}", at="progress", do="pass a function of a text")
         self.model = model
         self.mesh: Mesh = parse_mesh(mesh)
         profile, note = (load_device(device), "") if device is not None else default_device()
@@ -157,7 +178,7 @@ class AutoParallel:
             recompute=recompute,
             scale_scope=scale_scope,
             memory_limit=parse_bytes(memory_limit, profile.memory_bytes),
-            optimizer=Optimizer(_check_number("optimizer", optimizer)),
+            optimizer=Optimizer(_check_number("optimizer", optimizer, least=0.0)),
             strict=strict,
             emulate=emulate,
             loss=loss,
@@ -215,10 +236,11 @@ class AutoParallel:
             SolveError: no plan was found in the time limit.
         """
         prepared = self._prepare()
-        problem, solution = self._solve(prepared, self.constraints)
+        solved = self._solve(prepared, self.constraints)
         self._say("plan: assembling")
-        plan = assemble(self._request(), prepared.pricing, prepared.costs, solution)
-        explainer = Explainer(prepared.space, prepared.shape, problem, solution)
+        request = self._request(self.constraints)
+        plan = assemble(request, prepared.pricing, prepared.costs, solved.overlap, solved.solution)
+        explainer = Explainer(prepared.space, prepared.shape, solved.overlap, solved.weight, solved.solution)
         return replace(plan, explain_with=explainer.explain)
 
     def score(self, placements: Mapping[str, Wanted] | Plan) -> Plan:
@@ -230,14 +252,22 @@ class AutoParallel:
         """
         if isinstance(placements, Plan):
             placements = {name: p.placements for name, p in placements.parameters.items()}
+        if not isinstance(placements, Mapping):
+            raise UsageError(
+                f"placements is a {type(placements).__name__}",
+                at="score",
+                do="pass {name or glob: placement}, or a plan",
+            )
+        for pattern in placements:
+            check_name("score", pattern)
         prepared = self._prepare()
         parameters = [n.target for n in prepared.space.graph.nodes if n.kind == "parameter"]
         wanted = self.constraints
         for pattern, placement in placements.items():
             is_parameter = any(fnmatch.fnmatchcase(name, pattern) for name in parameters)
             wanted = wanted.pin(pattern, placement) if is_parameter else wanted.node(pattern, placement)
-        _, solution = self._solve(prepared, wanted)
-        return assemble(self._request(), prepared.pricing, prepared.costs, solution)
+        solved = self._solve(prepared, wanted)
+        return assemble(self._request(wanted), prepared.pricing, prepared.costs, solved.overlap, solved.solution)
 
     def finish_progress(self) -> None:
         """Ends a progress line, where the progress function has one."""
@@ -283,58 +313,50 @@ class AutoParallel:
             self._prepared = Prepared(space, shape, pricing, costs)
         return self._prepared
 
-    def _solve(self, prepared: Prepared, wanted: Constraints) -> tuple[Problem, Solution]:
+    def _solve(self, prepared: Prepared, wanted: Constraints) -> Solved:
         with _Stage(self._say, "problem"):
             limits = restrictions(wanted, prepared.space, prepared.shape)
             row = memory_row(prepared.pricing, self.settings.memory_limit)
-            problem = formulate(prepared.shape, prepared.costs, prepared.pricing.table, (row,), limits)
+            pricing = prepared.pricing
+            busy = formulate(prepared.shape, prepared.costs, pricing.table, (row,), limits)
+            waiting = formulate(prepared.shape, pricing.waiting_costs(), pricing.waiting_table, (row,), limits)
+            overlap = Overlap(busy, waiting)
         with _Stage(self._say, "solve"):
-            solution = self._search(problem, row)
-            terms = activation_terms(prepared.pricing)
-            held = row_value(row, solution.choices)
-            kept = sum(float(c[solution.choices[v]]) for v, c in terms.items())
-            if held + kept > row.limit:
-                self._say(f"solve: kept activations of {kept / GIB:.1f} GiB do not fit: priced as well")
-                row = Row(row.name, row.limit, added(row.terms, terms))
-                problem = replace(problem, rows=(row,))
-                solution = self._search(problem, row)
-        return problem, solution
+            solution, weight = solve_step(overlap, self._search, self.settings.time_limit)
+        return Solved(overlap, solution, weight)
 
-    def _search(self, problem: Problem, row: Row) -> Solution:
-        solution = solve(problem, time_limit=self.settings.time_limit, progress=self._say)
+    def _search(self, problem: Problem, seconds: float | None) -> Solution:
+        solution = solve(problem, time_limit=seconds, progress=self._say)
         if solution.status == "infeasible":
-            raise self._infeasible(problem, row, solution)
-        if not solution.choices:
-            raise SolveError(
-                "no plan was found in the time limit",
-                at=f"time_limit {self.settings.time_limit} s",
-                do="give more time",
-            )
+            raise self._infeasible(problem, solution)
+        if not solution.choices and self.settings.time_limit == seconds:
+            raise SolveError("no plan was found in the time limit", at=f"time_limit {seconds} s", do="give more time")
         return solution
 
-    def _infeasible(self, problem: Problem, row: Row, solution: Solution) -> InfeasibleError:
+    def _infeasible(self, problem: Problem, solution: Solution) -> InfeasibleError:
         names = ", ".join(solution.conflict) or "the options of the ops themselves"
-        if row.name in solution.conflict:
-            least = min_row(problem, row.name)
+        for row in problem.rows:
+            least = min_row(problem, row.name) if row.name in solution.conflict else math.inf
             if math.isfinite(least):
                 pins = [name for name in solution.conflict if name != row.name]
+                need = format_need(least)
                 return InfeasibleError(
-                    f"no plan fits in {row.limit / GIB:.2f} GiB a device; the smallest needs {least / GIB:.2f} GiB",
+                    f"no plan fits in {format_need(row.limit)} a device; the smallest needs {need}",
                     at=f"mesh {self.mesh}, device {self.settings.device.name}"
                     + (f"; with {', '.join(pins)}" if pins else ""),
-                    do=f"set memory_limit to {least / GIB:.2f} GiB or more, add devices to the mesh, or drop pins",
+                    do=f"set memory_limit to {need} or more, add devices to the mesh, or drop pins",
                 )
         return InfeasibleError(
             f"these cannot hold together: {names}", at=f"mesh {self.mesh}", do="take one of them back or change it"
         )
 
-    def _request(self) -> Request:
+    def _request(self, wanted: Constraints) -> Request:
         described = {f"inputs[{i}]": _describe(x) for i, x in enumerate(self.inputs)}
         described |= {key: _describe(x) for key, x in self.kwargs.items()}
         settings = self.settings
-        return Request(
-            self.name, settings.recipe, described, settings.recorded(), settings.memory_limit, tuple(settings.notes)
-        )
+        recorded = {**settings.recorded(), "constraints": wanted.recorded()}
+        notes = (*settings.notes, *(f"asked for: {text}" for text in wanted.described()))
+        return Request(self.name, settings.recipe, described, recorded, settings.memory_limit, notes)
 
 
 def parse_bytes(value: float | str | None, default: int) -> int:
@@ -380,9 +402,14 @@ def _check_choice(name: str, value: Any, known: tuple[Any, ...]) -> None:
         raise UsageError(f"{name} is {value!r}", at=name, do=f"use one of {words}")
 
 
-def _check_number(name: str, value: float | None) -> float | None:
-    if value is not None and (not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0):
-        raise UsageError(f"{name} is {value!r}", at=name, do="give a number above 0")
+def _check_number(name: str, value: float | None, least: float | None = None) -> float | None:
+    """The number, if it is finite and above 0 (or at least `least`)."""
+    if value is None:
+        return None
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or not (value > 0 if least is None else value >= least):
+        wanted = "above 0" if least is None else f"of {least:g} or more"
+        raise UsageError(f"{name} is {value!r}", at=name, do=f"give a number {wanted}")
     return value
 
 

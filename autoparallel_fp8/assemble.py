@@ -14,8 +14,9 @@ import torch
 from .cost_models import Pricing
 from .graph import Graph, Ref, map_refs
 from .layout import Layout, format_layout, split_order
+from .overlap import Overlap
 from .plan import PLAN_VERSION, CollectivePlan, NodePlan, ParameterPlan, Plan
-from .problem import Array, Solution
+from .problem import Array, Solution, evaluate
 from .redistribute import Step
 from .structure import Link, gradient_tails
 
@@ -41,18 +42,20 @@ class Move:
     us: float
 
 
-def assemble(request: Request, pricing: Pricing, costs: list[Array], solution: Solution) -> Plan:
+def assemble(request: Request, pricing: Pricing, costs: list[Array], overlap: Overlap, solution: Solution) -> Plan:
     """The plan that a solution stands for.
 
     Args:
         request: what was asked.
         pricing: space, structure and prices that the problem was made of.
-        costs: as the problem had them.
+        costs: of each option, compute included.
+        overlap: the two sums that the step is the larger of.
         solution: with a choice for every variable.
     """
     space = pricing.space
     graph, mesh, choices = space.graph, space.mesh, solution.choices
     moves = list(moves_of(pricing, choices))
+    times = _step_time(pricing, costs, choices, evaluate(overlap.waiting, choices), solution.objective)
     return Plan(
         version=PLAN_VERSION,
         torch=torch.__version__.split("+")[0],
@@ -67,14 +70,14 @@ def assemble(request: Request, pricing: Pricing, costs: list[Array], solution: S
         objective_us=solution.objective,
         lower_bound_us=solution.lower_bound,
         gap=solution.gap,
-        step_time_us=_step_time(pricing, costs, choices, moves, solution.objective),
+        step_time_us=times,
         memory_bytes=_memory(pricing, choices, request.memory_limit),
         parameters=_parameters(pricing, choices, moves),
         nodes=tuple(_nodes(pricing, costs, choices)),
         collectives=tuple(_collective(pricing, move) for move in moves if move.step.kind != "slice"),
         replicated_ops=space.replicated_ops,
         skipped=dict(graph.skipped),
-        notes=request.notes + graph.notes,
+        notes=request.notes + graph.notes + _waits(times),
     )
 
 
@@ -112,9 +115,9 @@ def _when(pricing: Pricing, link: Link) -> tuple[int, int]:
 
 
 def _step_time(
-    pricing: Pricing, costs: list[Array], choices: tuple[int, ...], moves: list[Move], total: float
+    pricing: Pricing, costs: list[Array], choices: tuple[int, ...], waiting: float, total: float
 ) -> dict[str, float]:
-    """compute + exposed_comm + optimizer = total; hidden_comm is what runs beside compute."""
+    """compute + exposed_comm + optimizer = total; hidden_comm is the rest of all communication, beside compute."""
     nodes = pricing.space.graph.nodes
     optimizer = compute = 0.0
     for v, variable in enumerate(pricing.shape.variables):
@@ -123,14 +126,20 @@ def _step_time(
             optimizer += us
         else:
             compute += us
-    hideable = sum(move.us for move in moves if move.link.is_hideable and move.step.kind != "slice")
+    exposed = max(0.0, total - compute - optimizer)
     return {
         "compute": compute,
-        "exposed_comm": total - compute - optimizer,
-        "hidden_comm": hideable * (1 - pricing.share),
+        "exposed_comm": exposed,
+        "hidden_comm": max(0.0, waiting - optimizer - exposed),
         "optimizer": optimizer,
         "total": total,
     }
+
+
+def _waits(times: Mapping[str, float]) -> tuple[str, ...]:
+    if times["hidden_comm"] < times["compute"] * (1 - 1e-9) or not times["exposed_comm"]:
+        return ()
+    return ("there is more communication than compute to run it beside: the step waits for it",)
 
 
 def _memory(pricing: Pricing, choices: tuple[int, ...], limit: int) -> dict[str, int]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import time
 import warnings
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from .errors import AutoParallelError, UsageError
@@ -28,6 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             options.run(options)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # a full disk is told here, not after the end
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -38,8 +42,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
+    except OSError as error:
+        _drop_output()
+        where = error.filename or "standard output"
+        print(
+            f"error: cannot write: {error.strerror or error}\n  at: {where}\n  do: make room, or write elsewhere",
+            file=sys.stderr,
+        )
+        return 1
     return 0
+
+
+def _drop_output() -> None:
+    """What is left in the buffer goes nowhere, so that the interpreter does not fail on it at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _Parser(argparse.ArgumentParser):
@@ -183,7 +200,18 @@ def _plan(options: argparse.Namespace) -> None:
 
 def _explain(options: argparse.Namespace) -> None:
     planner = _planner(options)
-    explanation = planner.optimize().explain(options.parameter)
+    # As the table prints equal layers in one line, `layers.{0-31}.w`: the first of them.
+    name = re.sub(r"\{(\d+)[\d,-]*\}", r"\1", options.parameter)
+    names = [known for known, _ in planner.model.named_parameters(remove_duplicate=False)]
+    if name not in names:
+        close = [*(known for known in names if name in known), *get_close_matches(name, names, n=3)]
+        shown = ", ".join(dict.fromkeys(close[:3])) or ", ".join(names[:3]) + ", ..." * (len(names) > 3)
+        raise UsageError(
+            f"the model has no parameter {options.parameter!r}",
+            at="--parameter",
+            do=f"did you mean {shown}?" if close else f"names are {shown}",
+        )
+    explanation = planner.optimize().explain(name)
     planner.finish_progress()
     print(explanation)
 

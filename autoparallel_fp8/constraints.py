@@ -9,6 +9,8 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
+from typing import Any
 
 from .errors import UsageError
 from .layout import Factors, Layout, format_layout, local_factors, parse_layout
@@ -39,37 +41,91 @@ class Constraints:
 
     def pin(self, pattern: str, placement: Wanted) -> Constraints:
         """Pin parameters by name or glob; None takes the pin back."""
+        check_name("pin", pattern)
         rest = tuple(item for item in self.parameters if item[0] != pattern or placement is not None)
-        return replace(self, parameters=rest if placement is None else (*rest, (pattern, as_text(placement))))
+        if placement is None:
+            return replace(self, parameters=rest)
+        return replace(self, parameters=(*rest, (pattern, as_text(placement, f'pin("{pattern}")'))))
 
     def node(self, pattern: str, placement: Wanted) -> Constraints:
         """Pin the result of ops by name or glob; None takes it back."""
+        check_name("add_node_constraint", pattern)
         rest = tuple(item for item in self.nodes if item[0] != pattern or placement is not None)
-        return replace(self, nodes=rest if placement is None else (*rest, (pattern, as_text(placement))))
+        if placement is None:
+            return replace(self, nodes=rest)
+        return replace(self, nodes=(*rest, (pattern, as_text(placement, f'add_node_constraint("{pattern}")'))))
 
     def with_inputs(self, placements: Sequence[Wanted]) -> Constraints:
-        return replace(self, inputs=tuple(None if p is None else as_text(p) for p in placements))
+        return replace(self, inputs=_list_of_texts(placements, "add_input_constraints"))
 
     def with_outputs(self, placements: Sequence[Wanted]) -> Constraints:
-        return replace(self, outputs=tuple(None if p is None else as_text(p) for p in placements))
+        return replace(self, outputs=_list_of_texts(placements, "add_output_constraints"))
+
+    def recorded(self) -> dict[str, Any] | None:
+        """What a plan file says of them; None where nothing was asked."""
+        found = {
+            "parameters": [list(pin) for pin in self.parameters],
+            "nodes": [list(pin) for pin in self.nodes],
+            "inputs": list(self.inputs),
+            "outputs": list(self.outputs),
+            "budget": list(self.budget) if self.budget else [],
+        }
+        return {name: value for name, value in found.items() if value} or None
+
+    def described(self) -> tuple[str, ...]:
+        """A line for each wish, for the plan's notes."""
+        lines = [f"{name} as {placement}" for name, placement in (*self.parameters, *self.nodes)]
+        for what, placements in (("input", self.inputs), ("output", self.outputs)):
+            lines += [f"{what} {i} as {p}" for i, p in enumerate(placements) if p is not None]
+        if self.budget:
+            lines.append(f"each rank holds {self.budget[0]:g} to {self.budget[1]:g} of every parameter without a pin")
+        return tuple(lines)
 
     def with_budget(self, low: float, high: float) -> Constraints:
-        if not 0 <= low <= high or high > 1:
+        numbers = all(isinstance(share, Real) and not isinstance(share, bool) for share in (low, high))
+        if not numbers or not 0 <= low <= high or high > 1:
             raise UsageError(
-                f"a parameter memory constraint from {low} to {high}",
+                f"a parameter memory constraint from {low!r} to {high!r}",
+                at="add_parameter_memory_constraint",
                 do="give shares of each parameter, 0 <= low <= high <= 1",
             )
         return replace(self, budget=(low, high))
 
 
-def as_text(placement: str | Sequence[str]) -> str:
-    """`"R, S(0)"` from either form, torch's placement objects included."""
+def as_text(placement: str | Sequence[str], at: str) -> str:
+    """`"R, S(0)"` from either form, torch's placement objects included.
+
+    Raises:
+        UsageError: neither form; `at` says which constraint has it.
+    """
     if isinstance(placement, str):
         return placement
-    return ", ".join(_one_text(p) for p in placement)
+    if not isinstance(placement, Sequence):
+        raise UsageError(
+            f"{placement!r} is no placement", at=at, do='write one for each axis, "R, S(0)" or ["R", "S(0)"]'
+        )
+    return ", ".join(_one_text(p, at) for p in placement)
 
 
-def _one_text(placement: object) -> str:
+def check_name(call: str, name: object) -> None:
+    if not isinstance(name, str):
+        raise UsageError(f"{name!r} is no name", at=call, do='give a name or glob as text, such as "layers.*.weight"')
+
+
+def _list_of_texts(placements: Sequence[Wanted], call: str) -> tuple[str | None, ...]:
+    if isinstance(placements, str) or not isinstance(placements, Sequence):
+        raise UsageError(
+            f"{placements!r} is no list of placements", at=call, do='give one for each in a list, such as ["S(0), R"]'
+        )
+    return tuple(None if p is None else as_text(p, f"{call}, number {i}") for i, p in enumerate(placements))
+
+
+def _label(call: str, pattern: str, text: str, name: str) -> str:
+    """The constraint as the user wrote it, and what it was read as where that is another name."""
+    return f'{call}("{pattern}", "{text}")' + (f" on {name}" if name != pattern else "")
+
+
+def _one_text(placement: object, at: str) -> str:
     if isinstance(placement, str):
         return placement
     name = type(placement).__name__
@@ -80,7 +136,9 @@ def _one_text(placement: object) -> str:
     if name == "Partial":
         return f"P({placement.reduce_op})"  # type: ignore[attr-defined]
     raise UsageError(
-        f"{placement!r} is no placement", do='write "R", "S(dim)" or "P(sum)", or torch\'s Replicate, Shard, Partial'
+        f"{placement!r} is no placement",
+        at=at,
+        do='write "R", "S(dim)" or "P(sum)", or torch\'s Replicate, Shard, Partial',
     )
 
 
@@ -108,10 +166,10 @@ class _Reader:
         for pattern, text in wanted.parameters:
             for name, v in self._matching(pattern, {**parameters, **aliases}, "parameter"):
                 pinned.add(v)
-                yield self._restrict(f'pin("{name}", "{text}")', v, text)
+                yield self._restrict(_label("pin", pattern, text, name), v, text)
         for pattern, text in wanted.nodes:
             for name, v in self._matching(pattern, ops, "op"):
-                yield self._restrict(f'add_node_constraint("{name}", "{text}")', v, text)
+                yield self._restrict(_label("add_node_constraint", pattern, text, name), v, text)
         inputs = [(n.target, i) for i, n in enumerate(nodes) if n.kind == "input"]
         yield from self._listed("input", inputs, wanted.inputs)
         outputs = [
@@ -149,7 +207,10 @@ class _Reader:
         ref = variable.ref
         spec = self.space.graph.spec(ref) if ref else self.space.graph.nodes[variable.node].outputs[0]
         factors = self.space.factors[ref] if ref else self.space.kind(v).result_factors[0]
-        layout = parse_layout(text, len(self.space.mesh.axes), len(spec.shape))
+        try:
+            layout = parse_layout(text, len(self.space.mesh.axes), len(spec.shape))
+        except UsageError as error:
+            raise UsageError(error.message, at=label, do=error.do) from error
         layouts = self.shape.sources[v][0]
         allowed = tuple(i for i, found in enumerate(layouts) if found == layout)
         if not allowed:

@@ -1,7 +1,8 @@
 """Why a parameter lies where it does: every alternative with what it would cost, or the sentence that forbids it.
 
-An alternative's regret is exact: the problem is presolved once with the parameter kept, then solved again with each of
-its options pinned.
+The problem is presolved once, without its rows and with the parameter held; then each option is pinned and solved. A
+plan that breaks a row (memory) is solved again with the rows. Regrets are exact but where the solver ran out of
+time or the step waits for communication (`overlap.py`): then an interval holds it.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from .errors import PlanError
 from .graph import Ref
 from .layout import format_layout
 from .options import Space, format_option
-from .problem import Problem, Restriction, Solution
+from .overlap import Overlap
+from .problem import Problem, Restriction, Solution, evaluate
 from .solver import presolve, solve
 from .structure import Structure
+
+SECONDS = 20.0  # for one alternative
 
 
 @dataclass(frozen=True)
@@ -57,8 +61,9 @@ class Explanation:
 class Explainer:
     """Answers for one solved problem."""
 
-    def __init__(self, space: Space, shape: Structure, problem: Problem, solution: Solution) -> None:
-        self.space, self.shape, self.problem, self.solution = space, shape, problem, solution
+    def __init__(self, space: Space, shape: Structure, overlap: Overlap, weight: float, solution: Solution) -> None:
+        self.space, self.shape, self.overlap, self.solution = space, shape, overlap, solution
+        self.problem = overlap.at(weight)
 
     def explain(self, name: str) -> Explanation:
         """Alternatives of a parameter, by its name.
@@ -85,10 +90,7 @@ class Explainer:
         layouts = self.shape.sources[v][0]
         chosen = self.solution.choices[v]
         others = [r for r in self.problem.restrictions if r.variable == v]
-        small, undo = presolve(self.problem, held=(v,))
-        where = small.names.index(self.problem.names[v])
-        start = [0] * small.num_variables
-        left = {undo((*start[:where], k, *start[where + 1 :]))[v]: k for k in range(len(small.costs[where]))}
+        pinned = _Pinned(self.problem, v)
         for i, layout in enumerate(layouts):
             local = self.space.local_shape(Ref(v), layout)
             text = format_layout(layout)
@@ -99,15 +101,14 @@ class Explainer:
             if forbidding:
                 yield Alternative(text, local, (math.inf, math.inf), False, f"forbidden by {', '.join(forbidding)}")
                 continue
-            if i not in left:
-                yield Alternative(text, local, (math.inf, math.inf), False, "no plan has it")
+            result = pinned.solve(i)
+            if result.status == "infeasible":
+                why = "no plan has it within the memory limit" if self.problem.rows else "no plan has it"
+                yield Alternative(text, local, (math.inf, math.inf), False, why)
                 continue
-            pinned = replace(small, restrictions=(Restriction(text, where, (left[i],)),))
-            result = solve(pinned, time_limit=20.0)
             low = max(0.0, result.lower_bound - self.solution.objective)
-            high = max(low, result.objective - self.solution.objective)
-            note = "no plan has it within the memory limit" if result.status == "infeasible" else ""
-            yield Alternative(text, local, (math.inf, math.inf) if note else (low, high), False, note)
+            step = self.overlap.step_us(result.choices) if result.choices else math.inf
+            yield Alternative(text, local, (low, max(low, step - self.solution.objective)), False)
 
     def _refused(self, v: int) -> Iterator[tuple[str, str]]:
         """(op and option, sentence) for the ops that read the parameter or what derives from it alone."""
@@ -126,3 +127,29 @@ class Explainer:
                 if (refusal.sentence, node.op_name) not in seen:
                     seen.add((refusal.sentence, node.op_name))
                     yield f"{node.name}: {option}", refusal.sentence
+
+
+class _Pinned:
+    """A problem solved with each option of one variable in turn."""
+
+    def __init__(self, problem: Problem, v: int) -> None:
+        self.problem, self.v = problem, v
+        self.small, self.undo = presolve(replace(problem, rows=()), held=(v,))
+        self.where = self.small.names.index(problem.names[v])
+        count, start = len(self.small.costs[self.where]), [0] * self.small.num_variables
+        self.left = {self.undo((*start[: self.where], k, *start[self.where + 1 :]))[v]: k for k in range(count)}
+
+    def solve(self, option: int) -> Solution:
+        """The best choices with the option; status "infeasible" where there are none."""
+        if option not in self.left:
+            return Solution((), math.inf, math.inf, "infeasible")
+        pin = Restriction("the alternative", self.where, (self.left[option],))
+        free = solve(replace(self.small, restrictions=(pin,)), time_limit=SECONDS)
+        if not free.choices:
+            return free
+        choices = self.undo(free.choices)
+        if math.isfinite(evaluate(self.problem, choices)):
+            return replace(free, choices=choices)
+        pin = Restriction("the alternative", self.v, (option,))
+        held = solve(replace(self.problem, restrictions=(*self.problem.restrictions, pin)), time_limit=SECONDS)
+        return replace(held, lower_bound=max(held.lower_bound, free.lower_bound))

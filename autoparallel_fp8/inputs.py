@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from .errors import UsageError
-from .integrations.hugging_face import is_causal_lm, is_hugging_face, maximum_length
+from .capture.trace import check_arguments
+from .errors import AutoParallelError, UsageError
+from .integrations.hugging_face import is_causal_lm, is_hugging_face, maximum_length, one_line
 from .mesh import Mesh
 
 DEFAULT_SEQ = 8192
@@ -32,11 +33,16 @@ def default_inputs(
         batch, seq: of made-up token ids.
 
     Raises:
-        UsageError: nothing was given and nothing can be made up; or sizes beside given inputs.
+        UsageError: nothing was given and nothing can be made up; an input that cannot be planned with; or sizes beside
+            inputs that were given or that the model has.
     """
     for name, size in (("batch", batch), ("seq", seq)):
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise UsageError(f"{name} is {size!r}", at=name, do="give a whole number of 1 or more")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise UsageError(
+            f"kwargs is a {type(kwargs).__name__}", at="kwargs", do='pass a mapping of names, such as {"mask": mask}'
+        )
     if inputs is not None or kwargs:
         if batch is not None or seq is not None:
             raise UsageError(
@@ -44,13 +50,15 @@ def default_inputs(
                 at="inputs",
                 do="pass one or the other",
             )
-        if isinstance(inputs, torch.Tensor) or (inputs is not None and not isinstance(inputs, Sequence)):
+        if inputs is not None and (isinstance(inputs, (str, bytes)) or not isinstance(inputs, Sequence)):
             raise UsageError(
                 f"inputs is a {type(inputs).__name__}",
                 at="inputs",
                 do="pass a tuple of the model's arguments, such as (tokens,)",
             )
-        return tuple(inputs or ()), dict(kwargs or {})
+        args, named = tuple(inputs if inputs is not None else ()), dict(kwargs or {})
+        check_arguments(args, named)
+        return args, named
     if is_hugging_face(model) and is_causal_lm(model):
         longest = maximum_length(model)
         length = seq or min(DEFAULT_SEQ, longest or DEFAULT_SEQ)
@@ -66,5 +74,25 @@ def default_inputs(
             at="inputs",
             do="pass inputs=(...) with the global shapes, or give the model an attribute example_inputs",
         )
-    examples = examples() if callable(examples) else examples
-    return (tuple(examples) if isinstance(examples, (tuple, list)) else (examples,)), {}
+    if batch is not None or seq is not None:
+        raise UsageError(
+            "batch and seq are for made-up token ids, but the model has example_inputs",
+            at="batch" if batch is not None else "seq",
+            do="leave it out, or pass inputs=(...) of the wanted sizes",
+        )
+    examples = _called(examples, f"{type(model).__name__}.example_inputs") if callable(examples) else examples
+    args = tuple(examples) if isinstance(examples, (tuple, list)) else (examples,)
+    check_arguments(args, {})
+    return args, {}
+
+
+def _called(examples: Callable[[], Any], name: str) -> Any:
+    try:
+        return examples()
+    except AutoParallelError:
+        raise
+    # example_inputs is the user's code and may raise anything.
+    except Exception as error:
+        raise UsageError(
+            f"example_inputs() raises {one_line(error)}", at=name, do="mend it, or pass inputs=(...)"
+        ) from error

@@ -1,38 +1,33 @@
-"""The memory row of the problem: what every option holds on one device, and what kept activations add."""
+"""The memory row of the problem: what every option holds on one device between forward and backward."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
 
 import numpy as np
 
 from .cost_models import Pricing
 from .problem import Array, Row
 
-GIB = 2.0**30
-
 
 def memory_row(pricing: Pricing, limit: float) -> Row:
-    """Parameters, gradients and optimizer state of every option, in bytes on one device, against the limit."""
+    """Parameters, gradients, optimizer state and kept activations, in bytes on one device, against the limit."""
     terms: dict[int, Array] = {}
     for v, node in enumerate(pricing.space.graph.nodes):
         if node.kind == "parameter":
             terms[v] = np.sum(list(pricing.parameter_bytes(v).values()), axis=0)
+    for ref in pricing.fusion.kept:
+        held = pricing.kept_bytes(ref)
+        terms[ref.node] = terms[ref.node] + held if ref.node in terms else held
     return Row("memory", float(limit), terms)
 
 
-def activation_terms(pricing: Pricing) -> dict[int, Array]:
-    """Variable -> bytes on one device that each of its options keeps for backward."""
-    terms: dict[int, Array] = {}
-    for ref in pricing.fusion.kept:
-        held = pricing.kept_bytes(ref)
-        terms = added(terms, {ref.node: held})
-    return terms
+def format_need(count: float) -> str:
+    """Bytes in the unit that fits, rounded up, so that a limit written so is enough.
 
-
-def added(first: Mapping[int, Array], second: Mapping[int, Array]) -> dict[int, Array]:
-    """Terms of both; where a variable has both, their sum."""
-    result = dict(first)
-    for v, held in second.items():
-        result[v] = result[v] + held if v in result else held
-    return result
+    >>> format_need(2**30 + 1)
+    '1.01 GiB'
+    """
+    units = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
+    unit, size = next((unit, size) for unit, size in units if count >= size or size == 1)
+    return f"{math.ceil(count / size * 100 - 1e-9) / 100:g} {unit}"

@@ -17,6 +17,8 @@ from autoparallel_fp8.errors import UsageError
 
 _HOW = 'write the mesh as "dp=8,tp=8", {"dp": 8, "tp": 8}, a tuple of sizes or a torch DeviceMesh'
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
+MAX_DEVICES = 2**20
+"""Of one mesh; more is a slip of the keyboard and would only run out of memory later."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Mesh:
     (32, 4, 1)
 
     Raises:
-        UsageError: no axis, a size below 1, or two axes of one name.
+        UsageError: no axis, a size below 1, two axes of one name, or more than `MAX_DEVICES` devices.
     """
 
     axes: tuple[MeshAxis, ...]
@@ -50,12 +52,17 @@ class Mesh:
         seen = set()
         for axis in self.axes:
             if axis.size < 1:
-                raise UsageError(
-                    f'axis "{axis.name}" has size {axis.size}', at="mesh", do="every size must be 1 or more"
-                )
+                size = axis.size if axis.size > -MAX_DEVICES else "below 0"
+                raise UsageError(f'axis "{axis.name}" has size {size}', at="mesh", do="every size must be 1 or more")
             if axis.name in seen:
                 raise UsageError(f'two axes are named "{axis.name}"', at="mesh", do="give each axis a name of its own")
             seen.add(axis.name)
+        if self.num_devices > MAX_DEVICES:  # the sizes are not printed: they may have thousands of digits
+            raise UsageError(
+                f"the mesh has more than {MAX_DEVICES} devices",
+                at=f"mesh axes {', '.join(self.names)}",
+                do=f"the product of the sizes must be at most {MAX_DEVICES}",
+            )
 
     def __str__(self) -> str:
         return ",".join(str(axis) for axis in self.axes)
@@ -132,7 +139,9 @@ def _pairs_of_text(text: str) -> list[tuple[Any, Any]]:
         name, equals, size = part.partition("=")
         if not equals or not re.fullmatch(r"[+-]?\d+", size.strip()):
             raise UsageError(f'"{part.strip()}" is not name=size', at=f'mesh "{text}"', do=_HOW)
-        pairs.append((name.strip(), int(size)))
+        digits = size.strip()
+        # more digits than int takes are a number above every limit all the same
+        pairs.append((name.strip(), int(digits) if len(digits) < 1000 else MAX_DEVICES + 1))
     return pairs
 
 

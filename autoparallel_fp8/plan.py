@@ -11,8 +11,9 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from .errors import PlanError, UsageError
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from .explain import Explanation
 
 PLAN_VERSION = 1
+_STEP_TIMES = ("compute", "exposed_comm", "hidden_comm", "optimizer", "total")
+_MEMORY = ("parameters", "gradients", "optimizer", "activations", "total", "limit")
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,7 @@ class Plan:
         Raises:
             UsageError: the file cannot be written.
         """
+        _check_path(path)
         write_text(path, self.to_json())
 
     @classmethod
@@ -141,7 +145,9 @@ class Plan:
 
         Raises:
             PlanError: no such file, no plan, or of a version this library does not read.
+            UsageError: this is no path.
         """
+        _check_path(path)
         try:
             data = json.loads(Path(path).read_text())
         except (OSError, UnicodeDecodeError) as error:
@@ -175,7 +181,18 @@ class Plan:
             raise PlanError(
                 f"the plan does not have the fields of version {PLAN_VERSION}: {error}", at=where
             ) from error
-        return cls(**known)
+        plan = cls(**known)
+        _check_types(plan, "", where)
+        for name, parameter in plan.parameters.items():
+            _check_types(parameter, f"parameters[{name!r}].", where)
+        for kind, items in (("nodes", plan.nodes), ("collectives", plan.collectives)):
+            for i, item in enumerate(items):
+                _check_types(item, f"{kind}[{i}].", where)
+        for name, keys in (("step_time_us", _STEP_TIMES), ("memory_bytes", _MEMORY)):
+            lacking = [key for key in keys if key not in getattr(plan, name)]
+            if lacking:
+                raise PlanError(f"{name} of the plan lacks {', '.join(lacking)}", at=where, do="plan again")
+        return plan
 
     def explain(self, name: str) -> Explanation:
         """Every alternative of a parameter: what it would cost, or the sentence that forbids it.
@@ -231,6 +248,46 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         reason = "it may not be written"
     if reason:
         raise UsageError(f"cannot write {target}: {reason}", do="name a file in a folder that can be written")
+
+
+def _check_path(path: Any) -> None:
+    if not isinstance(path, (str, os.PathLike)):
+        raise UsageError(f"the path is a {type(path).__name__}", at="path", do='name a file, such as "plan.json"')
+
+
+@cache
+def _types(record: type) -> dict[str, Any]:
+    """Field -> type, without the ones that no file has."""
+    hints = get_type_hints(record, localns={"Explanation": object})
+    return {name: hint for name, hint in hints.items() if name != "explain_with"}
+
+
+def _check_types(record: Any, prefix: str, where: str) -> None:
+    for name, hint in _types(type(record)).items():  # type: ignore[arg-type]  # a class is hashable
+        value = getattr(record, name)
+        if not _fits(value, hint):
+            shown = str(hint).replace("collections.abc.", "") if get_origin(hint) else hint.__name__
+            raise PlanError(
+                f"{prefix}{name} of the plan is a {type(value).__name__} that does not read as {shown}",
+                at=where,
+                do="plan again",
+            )
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of a type as the fields here are declared."""
+    kind, inner = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return True
+    if kind is Mapping:
+        return isinstance(value, Mapping) and all(_fits(k, inner[0]) and _fits(v, inner[1]) for k, v in value.items())
+    if kind is tuple:
+        return isinstance(value, tuple) and all(_fits(item, inner[0]) for item in value)
+    if kind is not None:  # X | None
+        return any(_fits(value, choice) for choice in inner)
+    if hint in (int, float):
+        return isinstance(value, int if hint is int else (int, float)) and not isinstance(value, bool)
+    return isinstance(value, hint)
 
 
 def _rounded(value: Any) -> Any:

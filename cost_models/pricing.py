@@ -85,6 +85,17 @@ class Pricing:
         """Microseconds of each option of each variable, in the structure's order."""
         return [self._variable_costs(v) for v in range(len(self.shape.variables))]
 
+    def waiting_costs(self) -> list[Array]:
+        """The same without compute: what a step costs that waits for communication (`overlap.py`)."""
+        nodes = self.space.graph.nodes
+        zeros: dict[int, Array] = {}
+        found = []
+        for v, variable in enumerate(self.shape.variables):
+            is_op = variable.role == "node" and nodes[variable.node].kind == "op"
+            count = self.shape.num_options(v)
+            found.append(zeros.setdefault(count, np.zeros(count)) if is_op else self._variable_costs(v))
+        return found
+
     def _variable_costs(self, v: int) -> Array:
         variable = self.shape.variables[v]
         count = self.shape.num_options(v)
@@ -133,16 +144,29 @@ class Pricing:
 
     # ---- links ----
 
-    def table(
+    def waiting_table(
         self, link: Link, starts: tuple[Layout, ...], ends: tuple[Layout, ...]
     ) -> tuple[object, Callable[[], Array]]:
-        """A key that equal tables share, and how to make the table, for `formulate`."""
+        """As `table`, with hideable collectives at their full time."""
+        return self.table(link, starts, ends, share=1.0)
+
+    def table(
+        self, link: Link, starts: tuple[Layout, ...], ends: tuple[Layout, ...], share: float | None = None
+    ) -> tuple[object, Callable[[], Array]]:
+        """A key that equal tables share, and how to make the table, for `formulate`.
+
+        Args:
+            link: what moves.
+            starts, ends: layouts, one an option of either end.
+            share: of its time that a hideable collective costs; None for the device's.
+        """
+        share = self.share if share is None else share
         spec, factors = self.space.graph.spec(link.ref), self.space.factors[link.ref]
         unwritten = link.ref in self.fusion.unwritten
         reach = (self.space.reach[link.ref], self._together.get(link.ref, 1))
         flags = (link.is_hideable, link.is_tie, link.keeps_partial, unwritten)
         key = (spec, factors, reach, self._number(starts), self._number(ends), flags)
-        return key, lambda: self._make_table(spec, factors, starts, ends, link, unwritten)
+        return key, lambda: self._make_table(spec, factors, starts, ends, link, unwritten, share)
 
     def _number(self, layouts: tuple[Layout, ...]) -> int:
         known = self._by_id.get(id(layouts))
@@ -159,6 +183,7 @@ class Pricing:
         ends: tuple[Layout, ...],
         link: Link,
         unwritten: bool,
+        share: float,
     ) -> Array:
         table = np.full((len(starts), len(ends)), np.inf)
         positions: dict[Layout, list[int]] = {}
@@ -173,7 +198,7 @@ class Pricing:
         rows = [i for i, layout in enumerate(starts) if layout in index]
         columns = [j for j, layout in enumerate(ends) if layout in index]
         cost = routes.cost_us[np.ix_([index[starts[i]] for i in rows], [index[ends[j]] for j in columns])]
-        cost = cost * (self.share if link.is_hideable else 1.0)
+        cost = cost * (share if link.is_hideable else 1.0)
         if unwritten:
             cost = np.where(cost > 0, cost + self._spill_us(spec, factors, starts, ends, rows, columns), 0.0)
         if link.keeps_partial:

@@ -39,3 +39,37 @@ def odd_tokens() -> nn.Module:
 
 def not_a_model() -> int:
     return 3
+
+
+def raises() -> nn.Module:
+    raise OSError("no weights\n  here")
+
+
+def needs_arguments(width: int) -> nn.Module:
+    return nn.Linear(width, width)
+
+
+def exits() -> nn.Module:
+    raise SystemExit(3)
+
+
+def bad_examples() -> nn.Module:
+    def example_inputs() -> tuple[torch.Tensor]:
+        raise KeyError("data")
+
+    model = nn.Linear(8, 8)
+    model.example_inputs = example_inputs
+    return model
+
+
+def returns_nothing() -> nn.Module:
+    class Silent(nn.Module):
+        def forward(self, x: torch.Tensor) -> None:
+            x.sum()
+
+    model = Silent()
+    model.example_inputs = (torch.empty(4, 8),)
+    return model
+
+
+MODEL = nn.ReLU()

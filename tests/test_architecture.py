@@ -24,6 +24,7 @@ STAGES = [
     ["cost_models"],
     ["formulate", "constraints", "memory"],
     ["solver"],
+    ["overlap"],
     ["plan"],
     ["assemble", "explain"],
     ["report"],
@@ -37,7 +38,7 @@ LATE = {
     ("plan", "explain"),
     ("explain", "report"),
 }  # views of their own data, imported when asked for
-NO_TORCH = ["problem", "formulate", "plan", "solver"]
+NO_TORCH = ["problem", "formulate", "plan", "solver", "overlap"]
 
 
 def stage_files() -> list[tuple[str, Path]]:

@@ -1,11 +1,14 @@
 """The command line: what it prints, its exit codes, and that wrong input is a paragraph with place and cure."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from autoparallel_fp8.cli import main
+from autoparallel_fp8.models.presets import preset_config
 
 SMALL = ["factories:small", "--mesh", "dp=4", "--device", "H100"]
 
@@ -92,11 +95,35 @@ WRONG = {
     "too long": (["plan", "gpt2", "--layers", "1", "--seq", "9999", "--device", "H100"], 2, "at most 1024"),
     "time limit": (["plan", *SMALL, "--time-limit", "-1"], 2, "time_limit is -1"),
     "recompute": (["plan", *SMALL, "--recompute", "full"], 2, "recompute='full' is not planned yet"),
-    "unknown parameter": (["explain", *SMALL, "--parameter", "weight"], 1, "did you mean 0.weight"),
+    "unknown parameter": (["explain", *SMALL, "--parameter", "weight"], 2, "did you mean 0.weight"),
+    "no such parameter": (["explain", *SMALL, "--parameter", "qqq"], 2, "names are 0.weight, 2.weight"),
+    "factory raises": (["plan", "factories:raises"], 2, "the factory raises OSError: no weights here"),
+    "factory needs arguments": (["plan", "factories:needs_arguments"], 2, "missing a required argument: 'width'"),
+    "factory exits": (["plan", "factories:exits"], 2, "the factory raises SystemExit: 3"),
+    "model instead of a factory": (["plan", "factories:MODEL"], 2, "this is a ReLU, not a function"),
+    "syntax error": (["plan", "wrong_syntax:model"], 2, "importing 'wrong_syntax' raises SyntaxError: "),
+    "import raises": (["plan", "wrong_import:model"], 2, "importing 'wrong_import' raises RuntimeError: not today"),
+    "no module": (["plan", ":model"], 2, "':model' names no function of a module"),
+    "relative module": (["plan", "..:model"], 2, "'..:model' names no function of a module"),
+    "no function": (["plan", "factories:"], 2, "'factories:' names no function of a module"),
+    "example_inputs raises": (["plan", "factories:bad_examples"], 2, "example_inputs() raises KeyError: 'data'"),
+    "batch beside example_inputs": (["plan", *SMALL, "--batch", "8"], 2, "the model has example_inputs"),
+    "mesh of too many devices": (["plan", *SMALL, "--mesh", "dp=4096,tp=4096"], 2, "more than 1048576 devices"),
+    "axis with many digits": (["plan", *SMALL, "--mesh", "dp=" + "9" * 5000], 2, "more than 1048576 devices"),
+    "forward returns nothing": (["plan", "factories:returns_nothing", "--device", "H100"], 1, "returns no tensor"),
     "no command": ([], 2, "COMMAND"),
 }
 
 
+@pytest.fixture
+def wrong_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules that cannot be imported, where Python finds them."""
+    (tmp_path / "wrong_syntax.py").write_text("def model(:\n")
+    (tmp_path / "wrong_import.py").write_text('raise RuntimeError("not today")\n')
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.usefixtures("wrong_modules")
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_input_is_a_paragraph_with_a_cure(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The exit code, what is wrong, what to do; nothing on standard output, no traceback."""
@@ -106,6 +133,53 @@ def test_wrong_input_is_a_paragraph_with_a_cure(name: str, capsys: pytest.Captur
     assert words in err
     assert err.startswith("error: ") and "do: " in err and "Traceback" not in err and out == ""
     assert len(err.splitlines()) <= 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_size": "abc"}, "Field 'hidden_size' expected int, got str (value: 'abc')"),
+        ({"hidden_size": 100, "num_attention_heads": 7}, "hidden size (100) is not a multiple"),
+        ({"hidden_size": -256}, "config has hidden_size -256"),
+        ({"num_hidden_layers": 0}, "config has num_hidden_layers 0"),
+        ({"hidden_act": "nope"}, "KeyError: 'nope'"),
+        ({"model_type": ["llama"]}, "model_type ['llama'] is not a causal language model"),
+    ],
+)
+def test_a_wrong_config_is_a_paragraph(
+    changes: dict[str, object], words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Wrong types and impossible sizes: the reason of transformers in one line, and the file."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**preset_config("llama3-debug"), **changes}))
+    code, out, err = run(capsys, "plan", str(path))
+    assert code == 2 and words in err and str(path) in err and out == "" and len(err.splitlines()) == 3
+
+
+def test_a_wrong_factory_is_told_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the user's own code raised."""
+    _, _, err = run(capsys, "plan", "factories:raises")
+    assert "at: model 'factories:raises', " in err and "factories.py:" in err
+
+
+def test_explain_takes_the_folded_name_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    """`{0-31}` is the first of the layers."""
+    code, out, _ = run(capsys, "explain", *SMALL, "--parameter", "{0,2-4}.weight")
+    assert code == 0 and out.startswith("0.weight ")
+
+
+@pytest.mark.parametrize("command", [["devices"], ["rules"]])
+def test_output_that_cannot_be_written_is_a_paragraph(command: list[str], tmp_path: Path) -> None:
+    """As on a full disk: code 1 and no traceback, also for what is written at the very end."""
+    path = tmp_path / "output"
+    path.touch()
+    with path.open() as read_only:
+        run_it = [sys.executable, "-m", "autoparallel_fp8.cli", *command]
+        done = subprocess.run(run_it, stdout=read_only, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "error: cannot write: Bad file descriptor\n  at: standard output\n  do: make room, or write elsewhere\n"
+    )
 
 
 @pytest.mark.parametrize("path", ["absent/plan.json", "."])

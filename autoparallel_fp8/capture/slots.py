@@ -51,7 +51,7 @@ class SlotReader:
             slot = self._slot(described.mutated_input)
             if slot.kind == "buffer":
                 return slot
-            raise CaptureError(f"forward changes its {slot.kind} in place", at=slot.target, do="change a clone of it")
+            raise _in_place(slot)
         raise CaptureError(f"forward returns something that is not planned ({kind})", at="forward's results")
 
     def _slot(self, described: Any) -> Slot:
@@ -63,4 +63,15 @@ class SlotReader:
             return Slot("input", self.input_names[described.idx])
         if kind == "TangentAOTInput" and type(described.output).__name__ == "PlainAOTOutput":
             return Slot("tangent", self.result_names[described.output.idx])
+        if kind == "TangentAOTInput" and hasattr(described.output, "mutated_input"):
+            raise _in_place(self._slot(described.output.mutated_input))
         raise CaptureError(f"forward takes something that is not planned ({kind})", at="forward's arguments")
+
+
+def _in_place(slot: Slot) -> CaptureError:
+    cures = {
+        "parameter": "compute with a clone of it; updates belong into the optimizer step, outside of forward",
+        "buffer": "write detached values into it: what is written here needs a gradient",
+    }
+    do = cures.get(slot.kind, "change a clone of it")
+    return CaptureError(f"forward changes its {slot.kind} in place", at=slot.target, do=do)

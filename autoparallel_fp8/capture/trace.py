@@ -30,11 +30,13 @@ from autoparallel_fp8.capture.shorten import Stack, shorten
 from autoparallel_fp8.capture.simplify import simplify
 from autoparallel_fp8.capture.slots import SlotReader
 from autoparallel_fp8.capture.trace_errors import traced_model
-from autoparallel_fp8.errors import UsageError
+from autoparallel_fp8.errors import CaptureError, UsageError
 from autoparallel_fp8.graph import Graph, Result
 from autoparallel_fp8.integrations import hugging_face
 from autoparallel_fp8.quiet import quiet
 from autoparallel_fp8.recipes import convert
+
+_PLAIN = (Tensor, bool, int, float, type(None))
 
 
 def capture(
@@ -124,6 +126,7 @@ def _bind(model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], los
     """The call on meta tensors, after a check of the arguments against forward's signature."""
     if loss not in ("auto", None):
         raise UsageError(f"loss is {loss!r}", at="loss", do='pass "auto" or None')
+    check_arguments(inputs, kwargs)
     is_lm = hugging_face.is_causal_lm(model)
     forward = hugging_face.CausalLM.forward if is_lm else type(model).forward
     if is_lm and loss == "auto" and len(inputs) == 1 and "labels" not in kwargs and isinstance(inputs[0], Tensor):
@@ -143,6 +146,25 @@ def _bind(model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], los
         _check_token_ids(names, pytree.tree_leaves((args, kwargs)))
     has_loss = is_lm and any(name == "labels" for name in names)
     return _Call(args, kwargs, names, "loss" if has_loss else "logits" if is_lm else "output", is_lm)
+
+
+def check_arguments(inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Tensors, numbers, bools and None can be planned with, in any nesting; text only as an option with a name.
+
+    Raises:
+        UsageError: a leaf is something else; the message says which.
+    """
+    named = [(f"input {i}", "inputs", x) for i, x in enumerate(inputs)]
+    named += [(f"keyword input {name!r}", "kwargs", x) for name, x in kwargs.items()]
+    for name, at, value in named:
+        for leaf in pytree.tree_leaves(value):
+            is_option = isinstance(leaf, str) and (at == "kwargs" or leaf is not value)
+            if not isinstance(leaf, _PLAIN) and not is_option:
+                raise UsageError(
+                    f"{name} {'is' if leaf is value else 'holds'} a {type(leaf).__name__}, not a tensor",
+                    at=at,
+                    do="pass tensors, real or meta; None and plain numbers pass as they are",
+                )
 
 
 def _argument_names(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
@@ -195,11 +217,19 @@ class _Trace:
         self.model, self.call = model, call
         self.root, self.prefix = _root(model, call, policy)
         self.module_of = _module_finder(model)
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with fake:
             put_tensors(model, _on_cpu)
             self.args, self.kwargs = pytree.tree_map_only(Tensor, _on_cpu, (call.args, call.kwargs))
-        with traced_model(model, self.module_of), _static_shapes():
-            self.captured = dynamo_graph_capture_for_export(self.root)(*self.args, **self.kwargs)
+        try:
+            with traced_model(model, self.module_of), _static_shapes():
+                self.captured = dynamo_graph_capture_for_export(self.root)(*self.args, **self.kwargs)
+        except CaptureError as error:
+            # where no tensor comes out, dynamo ends in an assertion of its own or writes code that does not parse
+            if isinstance(error.__cause__, (AssertionError, SyntaxError)):
+                with fake, traced_model(model, self.module_of):
+                    _check_returned(self.root(*self.args, **self.kwargs), model)
+            raise
         replace_calls(self.captured, self.module_of)
 
     def shorten(self) -> Stack | None:
@@ -216,6 +246,15 @@ class _Trace:
                 stack, self.captured, self.args, self.kwargs, decompositions=_decompositions()
             )
         return _plain_graph(joint, self.model, self.call, self.prefix, self.module_of)
+
+
+def _check_returned(returned: Any, model: nn.Module) -> None:
+    if not any(isinstance(leaf, (Tensor, fx.Node)) for leaf in pytree.tree_leaves(returned)):
+        raise CaptureError(
+            f"forward returns no tensor, but {'None' if returned is None else 'a ' + type(returned).__name__}",
+            at=f"{type(model).__name__}.forward",
+            do="return the tensors that the step computes, such as the loss",
+        )
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ _ERRORS = (
     AttributeError,
     LookupError,
     ArithmeticError,
+    SyntaxError,  # of the code that tracers write
 )
 _TORCH = str(Path(torch.__file__).parent)
 _DO = "make forward a function of tensors: no branch, shape or number that depends on a tensor's values, no printing"

@@ -20,7 +20,6 @@ from autoparallel_fp8.quiet import quiet
 
 ATTENTION = "autoparallel_fp8"
 _REPLACED = (None, "sdpa", "eager")
-_BUILD_ERRORS = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, AssertionError, ZeroDivisionError)
 
 
 class CausalLM(nn.Module):
@@ -89,7 +88,7 @@ def _build(values: dict[str, Any], where: str, num_layers: int | None, dtype: to
             do='pip install "autoparallel-fp8[hf]"',
         ) from error
     kind = values.pop("model_type", None)
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if not isinstance(kind, str) or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise UsageError(
             "config has no model_type" if kind is None else f"model_type {kind!r} is not a causal language model",
             at=where,
@@ -98,15 +97,18 @@ def _build(values: dict[str, Any], where: str, num_layers: int | None, dtype: to
     try:
         built = CONFIG_MAPPING[kind].from_dict(values)
         built.use_cache = False
+        _check_sizes(built, where)
         if num_layers is not None:
             _set_num_layers(built, num_layers, where)
         with torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(built, dtype=dtype)
-    except _BUILD_ERRORS as error:
-        if isinstance(error, UsageError):
-            raise
+    except UsageError:
+        raise
+    # Every model's own code reads the config here, and its validators raise errors of their own: there is no list.
+    except Exception as error:
+        reason = one_line(error) if isinstance(error, KeyError) else one_line(error).partition(": ")[2]
         raise UsageError(
-            f"transformers cannot build this config: {_one_line(error)}",
+            f"transformers cannot build this config: {reason or type(error).__name__}",
             at=where,
             do="compare it with the model's published config",
         ) from error
@@ -151,7 +153,7 @@ def output_head(model: nn.Module) -> nn.Module | None:
 def maximum_length(model: nn.Module) -> int | None:
     """The longest sequence the config allows; None where it says nothing."""
     length = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    return length if isinstance(length, int) else None
+    return length if isinstance(length, int) and length > 0 else None  # -1 means no limit, as XLNet has it
 
 
 def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
@@ -196,6 +198,10 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
             at=str(path),
             do="pass the config.json that comes with a Hugging Face model, or a preset",
         ) from error
+    except OSError as error:
+        raise UsageError(
+            f"cannot read the config file: {error.strerror}", at=str(path), do="pass a file that can be read"
+        ) from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UsageError(
             f"config is not JSON: {error}",
@@ -220,5 +226,14 @@ def _set_num_layers(config: Any, num_layers: int, where: str) -> None:
         config.layer_types = [kinds[index % len(kinds)] for index in range(num_layers)]
 
 
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
+def _check_sizes(config: Any, where: str) -> None:
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+        size = getattr(config, name, None)
+        if isinstance(size, int) and size < 1:
+            raise UsageError(f"config has {name} {size}", at=where, do="give 1 or more")
+
+
+def one_line(error: BaseException) -> str:
+    """An exception of code that is not ours in one line, "ValueError: reason"."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text if len(text) <= 300 else text[:297] + '...'}".removesuffix(": ")

@@ -13,6 +13,8 @@ import difflib
 import importlib
 import inspect
 import json
+import os
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoparallel_fp8.errors import UsageError
-from autoparallel_fp8.integrations.hugging_face import build_from_config
+from autoparallel_fp8.errors import AutoParallelError, UsageError
+from autoparallel_fp8.integrations.hugging_face import build_from_config, one_line
 
 _FOLDER = Path(__file__).parent
 
@@ -68,7 +70,7 @@ def build(
     if callable(model):
         return _from_factory(model, getattr(model, "__qualname__", "factory"), num_layers)
     text = str(model)
-    if isinstance(model, Path) or text.endswith(".json") or Path(text).is_dir():
+    if isinstance(model, Path) or text.endswith(".json") or os.path.isdir(text):
         return build_from_config(model, num_layers, dtype)
     if ":" in text:
         return _from_factory(_import(text), text, num_layers)
@@ -77,11 +79,24 @@ def build(
 
 def _import(text: str) -> Callable[..., Any]:
     module_name, _, name = text.partition(":")
+    if not name or not all(part.isidentifier() for part in module_name.split(".")):
+        raise UsageError(
+            f"{text!r} names no function of a module",
+            at="model",
+            do="write package.module:factory, the module from its top package on",
+        )
     try:
         found: Any = importlib.import_module(module_name)
     except ImportError as error:
         raise UsageError(
-            f"cannot import {module_name!r}: {error}", at=f"model {text!r}", do="run where the package can be imported"
+            f"cannot import {module_name!r}: {error}",
+            at=_where(text, error),
+            do="run where the package can be imported",
+        ) from error
+    # The module is the user's and may raise anything while it runs; a script may exit.
+    except (Exception, SystemExit) as error:
+        raise UsageError(
+            f"importing {module_name!r} raises {one_line(error)}", at=_where(text, error), do="mend the module"
         ) from error
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -96,15 +111,41 @@ def _import(text: str) -> Callable[..., Any]:
 
 
 def _from_factory(factory: Callable[..., Any], name: str, num_layers: int | None) -> nn.Module:
+    if isinstance(factory, nn.Module):
+        raise UsageError(
+            f"this is a {type(factory).__name__}, not a function that returns a model",
+            at=f"model {name!r}",
+            do="name a function without arguments that returns the model",
+        )
     options: dict[str, Any] = {}
+    signature = _signature(factory)
     if num_layers is not None:
-        if "num_layers" not in inspect.signature(factory).parameters:
+        if signature is not None and "num_layers" not in signature.parameters:
             raise UsageError(
                 "the factory takes no num_layers", at=f"model {name!r}", do="drop num_layers, or add the argument"
             )
         options["num_layers"] = num_layers
-    with torch.device("meta"):
-        model = factory(**options)
+    try:
+        if signature is not None:
+            signature.bind(**options)
+    except TypeError as error:
+        raise UsageError(
+            f"the factory does not build without arguments: {error}",
+            at=f"model {name!r}",
+            do="name a function without arguments, or give them defaults",
+        ) from error
+    try:
+        with torch.device("meta"):
+            model = factory(**options)
+    except AutoParallelError:
+        raise
+    # The factory is the user's code and may raise anything.
+    except (Exception, SystemExit) as error:
+        raise UsageError(
+            f"the factory raises {one_line(error)}",
+            at=_where(name, error),
+            do="mend the factory; it runs under torch.device('meta'), where tensors hold no numbers",
+        ) from error
     if not isinstance(model, nn.Module):
         raise UsageError(
             f"the factory returned a {type(model).__name__}, not an nn.Module",
@@ -112,3 +153,23 @@ def _from_factory(factory: Callable[..., Any], name: str, num_layers: int | None
             do="return the model itself",
         )
     return model
+
+
+def _signature(factory: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(factory)
+    except (TypeError, ValueError):  # some builtins have none
+        return None
+
+
+def _where(name: str, error: BaseException) -> str:
+    """The model as the user wrote it, and the line of their code that raised, where it is known."""
+    own = [f for f in traceback.extract_tb(error.__traceback__) if os.path.isabs(f.filename) and not _is_ours(f)]
+    if isinstance(error, SyntaxError) or not own:
+        return f"model {name!r}"  # a syntax error's text has its own line
+    return f"model {name!r}, {own[-1].filename}:{own[-1].lineno}"
+
+
+def _is_ours(frame: traceback.FrameSummary) -> bool:
+    places = (Path(torch.__file__).parent, _FOLDER.parent, Path(importlib.__file__).parent)
+    return any(place in Path(frame.filename).parents for place in places)

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 
 from ..plan import CollectivePlan, ParameterPlan, Plan
 
-GIB = 2.0**30
-
 
 def format_plan(plan: Plan) -> str:
     """The whole plan as printed by `print(plan)`; repeated layers are folded into one line."""
@@ -95,8 +93,8 @@ def format_collectives(plan: Plan) -> str:
 def format_memory(plan: Plan) -> str:
     m = plan.memory_bytes
     names = ("parameters", "gradients", "optimizer", "activations")
-    parts = ", ".join(f"{name} {m[name] / GIB:.2f}" for name in names)
-    return f"memory a device: {m['total'] / GIB:.2f} of {m['limit'] / GIB:.2f} GiB ({parts})"
+    parts = ", ".join(f"{name} {format_bytes(m[name])}" for name in names)
+    return f"memory a device: {format_bytes(m['total'])} of {format_bytes(m['limit'])} ({parts})"
 
 
 def format_notes(plan: Plan) -> str:

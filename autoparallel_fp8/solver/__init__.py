@@ -9,6 +9,6 @@ conflict   a small set of constraints that cannot hold together
 """
 
 from .presolve import presolve
-from .solve import min_row, solve, solve_raw
+from .solve import min_row, mix, solve, solve_larger, solve_raw
 
-__all__ = ["min_row", "presolve", "solve", "solve_raw"]
+__all__ = ["min_row", "mix", "presolve", "solve", "solve_larger", "solve_raw"]

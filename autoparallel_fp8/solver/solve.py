@@ -22,14 +22,21 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ..errors import SolveError, UsageError
-from ..problem import Array, Problem, Row, Solution
+from ..problem import Array, Problem, Row, Solution, evaluate
 from .conflict import find_conflict, without_costs
+from .dual import Dual
+from .narrow import narrow
 from .presolve import forbid_restricted
-from .search import conclude, infeasible, search
+from .search import LAST_GAIN, ascend, conclude, infeasible, search
 from .tools import Outcome, Tools
 
+Index = npt.NDArray[np.int64]
+
+LARGER_BEFORE = 10_000_000  # pairs of a problem that is narrowed to such a program
+LARGER_PAIRS = 60_000  # pairs in a program for the larger of two sums
 CHECK_SECONDS = 20.0  # for one question of the conflict search
 
 
@@ -43,22 +50,23 @@ def solve(
 ) -> Solution:
     """The best choices found and what is proven about them.
 
-    Args:
-        problem: anything that `Problem.check` accepts.
-        time_limit: seconds; at the limit the best choices in hand come back with their bound.
-        program_seconds: without a time limit, how long one integer program may run before its gap is left open.
-        solver: "highs", or "cbc" for PuLP's own.
-        progress: called with a line of text when a phase begins.
+        Args:
+            problem: anything that `Problem.check` accepts.
+            time_limit: seconds; at the limit the best choices in hand come back with their bound.
+            program_seconds: without a time limit, how long one integer program may run before its gap is left open.
+            solver: "highs", or "cbc" for PuLP's own.
+            progress: called with a line of text when a phase begins.
 
-    Raises:
-        UsageError: no such solver, or a time limit that is not positive.
-        SolveError: the solver is not installed or failed.
+        Raises:
+            UsageError: no such solver, or a time limit that is not positive.
+            SolveError: the solver is not installed or failed.
 
-    Example:
-        >>> import numpy as np
-        >>> from autoparallel_fp8.problem import Problem
-        >>> solve(Problem(("a",), (np.array([3.0, 2.0]),), (), ()))
-        Solution(choices=(1,), objective=2.0, lower_bound=2.0, status='optimal', conflict=())
+        Example:
+            >>> import numpy as np
+    import numpy.typing as npt
+            >>> from autoparallel_fp8.problem import Problem
+            >>> solve(Problem(("a",), (np.array([3.0, 2.0]),), (), ()))
+            Solution(choices=(1,), objective=2.0, lower_bound=2.0, status='optimal', conflict=())
     """
     if time_limit is not None and not time_limit > 0:
         raise UsageError(
@@ -99,6 +107,92 @@ def min_row(problem: Problem, row_name: str, *, solver: str = "highs") -> float:
     return solve(replace(allowed, costs=costs, rows=others, offset=row.base), solver=solver).objective
 
 
+def solve_larger(
+    first: Problem, second: Problem, weight: float, known: float, seconds: float, *, solver: str = "highs"
+) -> Solution | None:
+    """The choices whose larger one of two sums is least; None where the program would be too large.
+
+    Args:
+        first, second: the same variables, edges, rows and restrictions at different costs.
+        weight: weight * first + (1 - weight) * second is the bound that rules choices out.
+        known: the larger sum of choices in hand; the result is better or there is none better.
+        seconds: for the program.
+
+    Returns:
+        A solution whose bound holds for the larger sum; its choices are empty where nothing better was found.
+    """
+    if first.num_pairs > LARGER_BEFORE:
+        return None
+    first, second = forbid_restricted(first), forbid_restricted(second)
+    kept = _possible_options(first)
+    first, second = _only(first, kept), _only(second, kept)
+    mixed = mix(first, second, weight)
+    tools = Tools(_runner(solver), time.monotonic() + seconds, seconds, lambda text: None)
+    dual = Dual(replace(mixed, rows=()))
+    ascend(dual, tools, LAST_GAIN)
+    slack = known - dual.bound()
+    (one, undo), (two, _) = narrow(first, dual, slack), narrow(second, dual, slack)
+    if any(not len(cost) for cost in one.costs):
+        return Solution((), math.inf, known, "unknown")
+    if sum(int(np.isfinite(one.tables[edge.table]).sum()) for edge in one.edges) > LARGER_PAIRS:
+        return None
+    outcome = run_ilp(one, time.monotonic() + seconds, solver, relaxed=False, other=two)
+    bound = min(outcome.bound, known)
+    if outcome.choices is None:
+        return Solution((), math.inf, max(bound, dual.bound()), "unknown")
+    choices = undo(outcome.choices)
+    larger = max(evaluate(first, choices), evaluate(second, choices))
+    full = tuple(int(kept[v][x]) for v, x in enumerate(choices))
+    return Solution(full, larger, min(bound, larger), "feasible")
+
+
+def _possible_options(problem: Problem) -> list[Index]:
+    """For each variable the options that have a partner on every edge; a dual bound is made of such options."""
+    possible = [np.isfinite(cost) for cost in problem.costs]
+    finite = [np.isfinite(table) for table in problem.tables]
+    changed = True
+    while changed:
+        changed = False
+        for edge in problem.edges:
+            allowed = finite[edge.table] & possible[edge.u][:, None] & possible[edge.w][None, :]
+            for v, left in ((edge.u, allowed.any(axis=1)), (edge.w, allowed.any(axis=0))):
+                if (left != possible[v]).any():
+                    possible[v], changed = left, True
+    return [np.flatnonzero(mask) for mask in possible]
+
+
+def _only(problem: Problem, kept: list[Index]) -> Problem:
+    """The problem with these options of each variable, in their order; edges and variables stay as they are."""
+    tables = tuple(problem.tables[e.table][np.ix_(kept[e.u], kept[e.w])] for e in problem.edges)
+    return replace(
+        problem,
+        costs=tuple(cost[k] for cost, k in zip(problem.costs, kept, strict=True)),
+        edges=tuple(replace(edge, table=i) for i, edge in enumerate(problem.edges)),
+        tables=tables,
+        rows=tuple(replace(row, terms={v: c[kept[v]] for v, c in row.terms.items()}) for row in problem.rows),
+    )
+
+
+def mix(first: Problem, second: Problem, weight: float) -> Problem:
+    """weight * first + (1 - weight) * second, for problems with the same variables and edges."""
+    known: dict[tuple[int, int], Array] = {}
+
+    def mixed(pair: tuple[Array, Array]) -> Array:
+        key = (id(pair[0]), id(pair[1]))
+        if key not in known:
+            with np.errstate(invalid="ignore"):
+                value = weight * pair[0] + (1 - weight) * pair[1]
+            known[key] = np.where(np.isinf(pair[0]) | np.isinf(pair[1]), np.inf, value)
+        return known[key]
+
+    return replace(
+        first,
+        costs=tuple(map(mixed, zip(first.costs, second.costs, strict=True))),
+        tables=tuple(map(mixed, zip(first.tables, second.tables, strict=True))),
+        offset=weight * first.offset + (1 - weight) * second.offset,
+    )
+
+
 def _find_conflict(problem: Problem, tools: Tools) -> tuple[str, ...]:
     """Names of what cannot hold together; a question that takes long counts as possible, so the set may be larger."""
     patient = replace(tools, deadline=math.inf)
@@ -116,8 +210,16 @@ def _runner(solver: str) -> Callable[[Problem, float, bool], Outcome]:
     return run
 
 
-def run_ilp(problem: Problem, deadline: float, solver: str, *, relaxed: bool) -> Outcome:
-    """Build the program and run the solver until the deadline."""
+def run_ilp(problem: Problem, deadline: float, solver: str, *, relaxed: bool, other: Problem | None = None) -> Outcome:
+    """Build the program and run the solver until the deadline.
+
+    Args:
+        problem: what to minimise.
+        deadline: on the monotonic clock.
+        solver: "highs" or "cbc".
+        relaxed: the linear relaxation.
+        other: the same choices at other costs; the larger of both sums is minimised.
+    """
     if any(not len(cost) for cost in problem.costs) or any(
         not row.terms and row.base > row.bound for row in problem.rows
     ):
@@ -127,7 +229,7 @@ def run_ilp(problem: Problem, deadline: float, solver: str, *, relaxed: bool) ->
     seconds = None if deadline == math.inf else max(0.01, deadline - time.monotonic())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # PuLP 3.3 announces the names of PuLP 4
-        model = _Model(problem, relaxed)
+        model = _Model(problem, relaxed, other)
         model.run(_make_solver(solver, seconds, relaxed))
     return model.outcome()
 
@@ -169,7 +271,7 @@ def _start_highs_quietly() -> None:
 class _Model:
     """The integer program of a problem, as PuLP objects."""
 
-    def __init__(self, problem: Problem, relaxed: bool) -> None:
+    def __init__(self, problem: Problem, relaxed: bool, other: Problem | None = None) -> None:
         import pulp
 
         self.problem, self.relaxed = problem, relaxed
@@ -177,11 +279,31 @@ class _Model:
         self.program = pulp.LpProblem("choices", pulp.LpMinimize)
         self.objective: list[tuple[Any, float]] = []
         self.options = [self._add_options(v, cost) for v, cost in enumerate(problem.costs)]
+        self.pairs: list[dict[tuple[int, int], Any]] = []
         for number, edge in enumerate(problem.edges):
             self._add_edge(number, self.options[edge.u], self.options[edge.w], problem.tables[edge.table])
         for row in problem.rows:
             self._add_row(row)
-        self.program.setObjective(pulp.LpAffineExpression(self.objective))
+        if other is None:
+            self.program.setObjective(pulp.LpAffineExpression(self.objective))
+        else:
+            self._add_larger(other)
+
+    def _add_larger(self, other: Problem) -> None:
+        """Minimise what neither sum exceeds."""
+        import pulp
+
+        second: list[tuple[Any, float]] = []
+        for options, cost in zip(self.options, other.costs, strict=True):
+            second += [(x, c * self.scale) for x, c in zip(options, cost.tolist(), strict=True) if math.isfinite(c)]
+        for found, edge in zip(self.pairs, other.edges, strict=True):
+            table = other.tables[edge.table]
+            second += [(y, float(table[i, j]) * self.scale) for (i, j), y in found.items()]
+        larger = pulp.LpVariable("larger", None)
+        shift = (other.offset - self.problem.offset) * self.scale
+        self._add_sum([*self.objective, (larger, -1.0)], -1, 0.0)
+        self._add_sum([*second, (larger, -1.0)], -1, -shift)
+        self.program.setObjective(pulp.LpAffineExpression([(larger, 1.0)]))
 
     def _add_options(self, v: int, cost: Array) -> list[Any]:
         import pulp
@@ -198,8 +320,10 @@ class _Model:
 
         by_first: list[list[tuple[Any, float]]] = [[(x, -1.0)] for x in first]
         by_second: list[list[tuple[Any, float]]] = [[(x, -1.0)] for x in second]
+        found: dict[tuple[int, int], Any] = {}
+        self.pairs.append(found)
         for i, j in np.argwhere(np.isfinite(table)).tolist():
-            y = pulp.LpVariable(f"y{number}_{i}_{j}", 0)
+            y = found[i, j] = pulp.LpVariable(f"y{number}_{i}_{j}", 0)
             by_first[i].append((y, 1.0))
             by_second[j].append((y, 1.0))
             if table[i, j]:
