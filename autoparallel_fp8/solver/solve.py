@@ -155,7 +155,8 @@ def _possible_options(problem: Problem) -> list[Index]:
         changed = False
         for edge in problem.edges:
             allowed = finite[edge.table] & possible[edge.u][:, None] & possible[edge.w][None, :]
-            for v, left in ((edge.u, allowed.any(axis=1)), (edge.w, allowed.any(axis=0))):
+            sides = ((edge.u, np.asarray(allowed.any(axis=1))), (edge.w, np.asarray(allowed.any(axis=0))))
+            for v, left in sides:
                 if (left != possible[v]).any():
                     possible[v], changed = left, True
     return [np.flatnonzero(mask) for mask in possible]
