@@ -33,6 +33,8 @@ class Alternative:
         regret_us: how much slower the best plan with it is; (bound, found) where the solver ran out of time; inf where
             no plan has it.
         chosen: the plan takes it.
+        compute_us, communication_us: how much more of each the best plan found with it has; the optimizer's time counts
+            with communication.
         note: what forbids it, if anything.
     """
 
@@ -41,6 +43,8 @@ class Alternative:
     regret_us: tuple[float, float]
     chosen: bool
     note: str = ""
+    compute_us: float = 0.0
+    communication_us: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,19 @@ class Explainer:
                 continue
             low = max(0.0, result.lower_bound - self.solution.objective)
             step = self.overlap.step_us(result.choices) if result.choices else math.inf
-            yield Alternative(text, local, (low, max(low, step - self.solution.objective)), False)
+            compute, communication = self._more(result.choices) if result.choices else (0.0, 0.0)
+            regret = (low, max(low, step - self.solution.objective))
+            yield Alternative(text, local, regret, False, "", compute, communication)
+
+    def _more(self, choices: tuple[int, ...]) -> tuple[float, float]:
+        """Compute and communication of these choices above the plan's."""
+        here, there = (self._split(x) for x in (choices, self.solution.choices))
+        return here[0] - there[0], here[1] - there[1]
+
+    def _split(self, choices: tuple[int, ...]) -> tuple[float, float]:
+        busy, waiting = self.overlap.busy, self.overlap.waiting
+        pairs = zip(busy.costs, waiting.costs, choices, strict=True)
+        return float(sum(a[x] - b[x] for a, b, x in pairs)), evaluate(waiting, choices)
 
     def _refused(self, v: int) -> Iterator[tuple[str, str]]:
         """(op and option, sentence) for the ops that read the parameter or what derives from it alone."""

@@ -54,7 +54,7 @@ def test_json_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
 def test_explain_lists_alternatives(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "explain", *SMALL, "--parameter", "0.weight")
     assert code == 0
-    assert "chosen" in out and "S(0)" in out and "S(1)" in out and "slower by" in out
+    assert "chosen" in out and "S(0)" in out and "S(1)" in out and "slower by" in out and "more compute" in out
 
 
 def test_devices_and_rules(capsys: pytest.CaptureFixture[str]) -> None:
