@@ -44,11 +44,6 @@ def broken_constraints(op: Any, operands: Sequence[TensorSpec], architecture: st
     return tuple(sentence for sentence in sentences if sentence)
 
 
-def constrained_ops() -> tuple[Any, ...]:
-    """Every op overload that has a constraint, by name."""
-    return tuple(sorted(_CHECKS, key=str))
-
-
 @constraint(aten._scaled_mm.default)
 def aligned_16(operands: Sequence[TensorSpec], architecture: str) -> str | None:
     """K and N are multiples of 16 on every rank."""

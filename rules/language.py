@@ -8,7 +8,6 @@ mesh axis may do. `(h g)` is a dim made of two atoms; `_` a dim that must stay w
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -156,12 +155,6 @@ HEAVY_OPS: set[Any] = set()
 def heavy(*ops: Any) -> None:
     """Declare ops that take long: GEMMs, attention, table gradients."""
     HEAVY_OPS.update(ops)
-
-
-def rule_source(op: Any) -> str:
-    """`file.py:line` of the rule for an op."""
-    function = _RULES[op]
-    return f"rules/{inspect.getsourcefile(function) or '?'}".split("/")[-1] + f":{inspect.getsourcelines(function)[1]}"
 
 
 # ---- writing signatures -------------------------------------------------------------------------------------------

@@ -1,8 +1,10 @@
 """Options and settings of the whole test run."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
+import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing may be downloaded
 
@@ -14,3 +16,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture
 def refresh_golden(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--refresh-golden"))
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Tensors here are tiny, and threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

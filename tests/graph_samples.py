@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from autoparallel_fp8.rules import OpCall
+from split_ops import Sample
 
 from autoparallel_fp8.capture import capture
 from autoparallel_fp8.graph import ABSENT, Graph, TensorSpec
 from autoparallel_fp8.integrations.hugging_face import build_from_config
 from autoparallel_fp8.models.presets import preset_config
 from autoparallel_fp8.shards import laid_out
-from tests.split_ops import Sample
 
 aten = torch.ops.aten
 ops = torch.ops.autoparallel_fp8

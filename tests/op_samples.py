@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from autoparallel_fp8.rules import rule_ops
+from split_ops import Sample
 from torch import Tensor
-
-from tests.split_ops import Sample
 
 aten = torch.ops.aten
 ops = torch.ops.autoparallel_fp8

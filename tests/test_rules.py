@@ -14,6 +14,9 @@ import pytest
 import torch
 from autoparallel_fp8.rules import AxisRow, Signature, find_rule, partial_kinds, rows, rule_ops
 from autoparallel_fp8.rules.local import find_program
+from graph_samples import GRAPHS, captured, sample_of
+from op_samples import all_samples
+from split_ops import OnRanks, Sample, kind_of, problems, spec_of
 from torch import Tensor
 
 from autoparallel_fp8.graph import TensorSpec
@@ -22,22 +25,13 @@ from autoparallel_fp8.lower import Operand, local_call, sized_by_arguments
 from autoparallel_fp8.mesh import parse_mesh
 from autoparallel_fp8.options import Option, expand, products
 from autoparallel_fp8.shards import same_bits
-from tests.graph_samples import GRAPHS, captured, sample_of
-from tests.op_samples import all_samples
-from tests.split_ops import OnRanks, Sample, kind_of, problems, spec_of
 
 aten = torch.ops.aten
 ONE_AXIS = [(2,), (3,), (4,)]
 MOST = 16  # options tried of one call on two axes, spread over all
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors here are tiny, and threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("op", rule_ops(), ids=str)

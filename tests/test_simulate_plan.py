@@ -6,13 +6,13 @@ Plans are chosen under random costs, so that options no device would take run to
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from functools import cache
 
 import numpy as np
 import pytest
 import torch
 from autoparallel_fp8.cost_models import Pricing, load_device
+from graph_samples import VOCAB, captured, in_float32
 from torch import Tensor, nn
 
 from autoparallel_fp8.capture import capture
@@ -26,18 +26,11 @@ from autoparallel_fp8.simulate import run_graph
 from autoparallel_fp8.simulate_plan import run_plan
 from autoparallel_fp8.solver.solve import solve
 from autoparallel_fp8.structure import Structure, structure
-from tests.graph_samples import VOCAB, captured, in_float32
 
 SLOW_COMPUTE = 1e6  # compute so dear against communication that small models are split at all
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors here are tiny, and threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Planned:
