@@ -20,13 +20,13 @@ from .capture import capture
 from .constraints import Constraints, Wanted, check_name, restrictions
 from .cost_models import DeviceProfile, Optimizer, Pricing, Topology, default_device, load_device, require_recipe
 from .errors import InfeasibleError, SolveError, UsageError
+from .expansion import Space, expand
 from .explain import Explainer
 from .formulate import formulate
 from .graph import Graph
 from .inputs import default_inputs
 from .memory import format_need, memory_row
 from .mesh import Mesh, parse_mesh
-from .options import Space, expand
 from .overlap import Overlap, solve_step
 from .plan import Plan
 from .problem import Array, Problem, Solution

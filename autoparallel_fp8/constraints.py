@@ -13,8 +13,8 @@ from numbers import Real
 from typing import Any
 
 from .errors import UsageError
+from .expansion import Space
 from .layout import Factors, Layout, format_layout, local_factors, parse_layout
-from .options import Space
 from .problem import Restriction
 from .structure import Structure
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from .errors import PlanError
+from .expansion import Space, format_option
 from .graph import Ref
 from .layout import format_layout
-from .options import Space, format_option
 from .overlap import Overlap
 from .problem import Problem, Restriction, Solution, evaluate
 from .solver import presolve, solve

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from .errors import RuleError
+from .expansion import Kind, Option, local_specs
 from .graph import TensorSpec
 from .layout import Layout
-from .options import Kind, Option, local_specs
 from .parts import parts
 from .rules import OpCall
 from .rules.local import Where, find_program

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from .capture.rewrite import same_layout
 from .errors import UsageError
+from .expansion import Option, Space, local_specs
 from .graph import ABSENT, Node, Ref
 from .layout import Layout
 from .lower import LocalCall, local_call
 from .ops.scaled_mm import scaled_mm_formula
-from .options import Option, Space, local_specs
 from .parts import coordinates
 from .redistribute import Routes
 from .shards import laid_out, run_step, shard, spec_of, unshard

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from .expansion import Kind, Space
 from .graph import Graph, Output, Ref
 from .layout import Layout, is_moved, universe
-from .options import Kind, Space
 from .rules import HEAVY_OPS
 
 

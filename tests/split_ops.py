@@ -11,11 +11,11 @@ from autoparallel_fp8.rules import OpCall, OwnScales, Signature, find_rule, part
 from torch import Tensor
 
 from autoparallel_fp8.capture.rewrite import same_layout
+from autoparallel_fp8.expansion import Kind, Option, format_option, local_specs, products
 from autoparallel_fp8.factors import factorize
 from autoparallel_fp8.graph import ABSENT, Graph, Node, Ref, TensorSpec
 from autoparallel_fp8.layout import Layout, P, R
 from autoparallel_fp8.lower import local_call
-from autoparallel_fp8.options import Kind, Option, format_option, local_specs, products
 from autoparallel_fp8.parts import coordinates, index_along, parts
 from autoparallel_fp8.shards import same_bits, shard, unshard
 

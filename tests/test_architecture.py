@@ -19,7 +19,7 @@ STAGES = [
     ["rules"],
     ["factors"],
     ["reach", "own_scales"],
-    ["options", "redistribute"],
+    ["expansion", "redistribute"],
     ["structure"],
     ["cost_models"],
     ["formulate", "constraints", "memory"],

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from autoparallel_fp8 import AutoParallel
-from autoparallel_fp8.options import Kind
+from autoparallel_fp8.expansion import Kind
 
 E4M3 = torch.float8_e4m3fn
 

@@ -19,11 +19,11 @@ from op_samples import all_samples
 from split_ops import OnRanks, Sample, kind_of, problems, spec_of
 from torch import Tensor
 
+from autoparallel_fp8.expansion import Option, expand, products
 from autoparallel_fp8.graph import TensorSpec
 from autoparallel_fp8.layout import Placement, R, split
 from autoparallel_fp8.lower import Operand, local_call, sized_by_arguments
 from autoparallel_fp8.mesh import parse_mesh
-from autoparallel_fp8.options import Option, expand, products
 from autoparallel_fp8.shards import same_bits
 
 aten = torch.ops.aten

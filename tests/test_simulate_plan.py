@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from autoparallel_fp8.capture import capture
 from autoparallel_fp8.errors import UsageError
+from autoparallel_fp8.expansion import Space, expand
 from autoparallel_fp8.formulate import formulate
 from autoparallel_fp8.graph import Graph, Ref
 from autoparallel_fp8.mesh import parse_mesh
-from autoparallel_fp8.options import Space, expand
 from autoparallel_fp8.redistribute import Routes
 from autoparallel_fp8.simulate import run_graph
 from autoparallel_fp8.simulate_plan import run_plan
