@@ -277,9 +277,11 @@ def products(
     sizes: tuple[int, ...],
 ) -> Iterator[Option]:
     """Rows of one axis multiplied out over the mesh: every combination that fits the factors."""
-    after = _successors(signature)
+    plain = _successors(signature)
+    finer = _successors(signature.finer) if signature.finer else {}
     for chosen in itertools.product(*(axis_rows[:1] if size == 1 else axis_rows for size in sizes)):
-        if not _spills_alike(chosen, signature, after, sizes) or not _scales_alike(chosen):
+        is_fit = _finer_fit(chosen, signature, sizes) and _scales_alike(chosen)
+        if not is_fit or not _spills_alike(chosen, signature, plain, finer, sizes):
             continue
         operands = tuple(tuple(row.operands[k] for row in chosen) for k in range(len(reads)))
         results = tuple(tuple(row.results[k] for row in chosen) for k in range(len(makes)))
@@ -303,15 +305,37 @@ def _successors(signature: Signature) -> dict[str, set[str]]:
     return found
 
 
-def _spills_alike(
-    chosen: tuple[AxisRow, ...], signature: Signature, after: dict[str, set[str]], sizes: tuple[int, ...]
-) -> bool:
-    """A split that runs on into the next atom must meet the same next atom in every tensor."""
+def _ways(chosen: tuple[AxisRow, ...], sizes: tuple[int, ...]) -> dict[str, int]:
+    """In how many parts each atom is split."""
     ways: dict[str, int] = {}
     for row, size in zip(chosen, sizes, strict=True):
         if row.atom:
             ways[row.atom] = ways.get(row.atom, 1) * size
-    for atom, count in ways.items():
+    return ways
+
+
+def _finer_fit(chosen: tuple[AxisRow, ...], signature: Signature, sizes: tuple[int, ...]) -> bool:
+    """Rows for finer splits serve where the split is finer than the atom, on every axis that splits it."""
+    finer = {row.atom for row in chosen if row.is_finer}
+    if not finer:
+        return True
+    ways = _ways(chosen, sizes)
+    return all(ways[atom] > signature.sizes[atom] for atom in finer) and all(
+        row.is_finer for row in chosen if row.atom in finer
+    )
+
+
+def _spills_alike(
+    chosen: tuple[AxisRow, ...],
+    signature: Signature,
+    plain: dict[str, set[str]],
+    finer: dict[str, set[str]],
+    sizes: tuple[int, ...],
+) -> bool:
+    """A split that runs on into the next atom must meet the same next atom in every tensor."""
+    is_finer = {row.atom: row.is_finer for row in chosen}
+    for atom, count in _ways(chosen, sizes).items():
+        after = finer if is_finer[atom] else plain
         while count > signature.sizes[atom]:
             if len(after[atom]) != 1 or after[atom] == {""} or count % signature.sizes[atom]:
                 return False

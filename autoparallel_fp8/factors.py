@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from .graph import Graph, Ref
@@ -136,7 +136,7 @@ def _sizes(size: int, cuts: Cuts) -> tuple[int, ...]:
 def _refine(signature: Signature, tensors: list[tuple[Dims, Factors]]) -> Signature:
     """The signature with each atom cut into its factors; an atom whose factors differ between tensors stays whole."""
     pieces: dict[str, tuple[int, ...]] = {}
-    whole = set(signature.whole)
+    uneven: set[str] = set()
     for dims, factors in tensors:
         for atoms, sizes in zip(dims, factors, strict=True):
             if not atoms:
@@ -144,34 +144,43 @@ def _refine(signature: Signature, tensors: list[tuple[Dims, Factors]]) -> Signat
             parts = _cut_along(atoms, sizes, signature)
             for atom in atoms:
                 if parts is None or pieces.setdefault(atom, parts[atom]) != parts[atom]:
-                    whole.add(atom)
+                    uneven.add(atom)
+    kept = uneven | signature.whole
     names = {
         atom: (atom,)
-        if atom in whole or len(pieces[atom]) == 1
+        if atom in kept or len(pieces[atom]) == 1
         else tuple(f"{atom}.{k}" for k in range(len(pieces[atom])))
         for atom in signature.sizes
         if atom in pieces
     }
-    cut_sizes = {
-        name: pieces[atom][k] if atom not in whole else signature.sizes[atom]
+    sizes_of = {
+        name: pieces[atom][k] if atom not in kept else signature.sizes[atom]
         for atom, parts_of in names.items()
         for k, name in enumerate(parts_of)
     }
+    return _renamed(signature, names, sizes_of, uneven)
+
+
+def _renamed(
+    signature: Signature, names: dict[str, tuple[str, ...]], sizes: dict[str, int], uneven: set[str]
+) -> Signature:
+    """The signature, that for finer splits included, with every atom replaced by its pieces."""
 
     def dims_of(dims: Dims) -> Dims:
         return tuple(tuple(name for atom in dim for name in names[atom]) for dim in dims)
 
-    def spread(mapping: dict[str, str]) -> dict[str, str]:
+    def spread(mapping: Mapping[str, str]) -> dict[str, str]:
         return {name: value for atom, value in mapping.items() if atom in names for name in names[atom]}
 
     return dataclasses.replace(
         signature,
         operands=tuple(map(dims_of, signature.operands)),
         results=tuple(map(dims_of, signature.results)),
-        sizes=cut_sizes,
-        reduced=spread(dict(signature.reduced)),
-        whole=frozenset(name for atom in whole if atom in names for name in names[atom]),
-        local=spread(dict(signature.local)),
+        sizes=sizes,
+        reduced=spread(signature.reduced),
+        whole=frozenset(name for atom in uneven | signature.whole if atom in names for name in names[atom]),
+        local=spread(signature.local),
+        finer=None if signature.finer is None else _renamed(signature.finer, names, sizes, uneven),
     )
 
 

@@ -122,7 +122,8 @@ def _partials(graph: Graph, signatures: Sequence[Signature | None]) -> dict[Ref,
         kinds: set[str] = set()
         if signature is not None:
             operands = [found[ref] for ref in node.reads()]
-            kinds |= {kind for atom, kind in signature.reduced.items() if atom not in signature.whole}
+            for way in (signature, signature.finer) if signature.finer else (signature,):
+                kinds |= {kind for atom, kind in way.reduced.items() if atom not in way.whole}
             if any(all("P" in operands[k] for k in group) for group in signature.linear):
                 kinds.add("P")
             if signature.monotone and all("M" in operands[k] for k in signature.monotone):

@@ -1,10 +1,14 @@
 """Attention: batch and heads split; a rank with some of the query heads needs just the key and value heads they use.
 
-Query heads are `(h g)`: h key-value heads with g queries each. Under a causal mask the sequence stays whole: a part of
-it would need its offset. Otherwise the query sequence splits, and a mask that was passed splits with it.
+Query heads are `(h g)`: h key-value heads with g queries each. Over more ranks than there are key-value heads, each
+rank has some of one head's queries, and slices that head out of the whole keys and values (`own_heads`). Under a causal
+mask the sequence stays whole: a part of it would need its offset. Otherwise the query sequence splits, and a mask that
+was passed splits with it.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -34,16 +38,34 @@ def _sizes(op: OpCall) -> dict[str, int]:
     return {"h": k[1], "g": q[1] // k[1]}
 
 
-@rule(ops.attention.default)
+@rule(
+    ops.attention.default,
+    left_out={r"R x R x P\(sum\)( x R)? -> P\(sum\),R": "values are not worth reducing after attention"},
+)
 def attention(op: OpCall) -> Signature:
     """q[b,(h g),s,d], k[b,h,t,d], v[b,h,t,e] -> out[b,(h g),s,e], logsumexp[b,(h g),s]."""
-    text = f"b (h g) s d, b h t d, b h t e{_mask(op)} -> b (h g) s e, b (h g) s"
-    return einsum(op, text, sizes=_sizes(op), whole=_whole(op))
+    q, logsumexp = "b (h g) s", "b (h g) s"
+
+    def way(heads: str, **more: Any) -> Signature:
+        text = f"{q} d, b {heads} t d, b {heads} t e{_mask(op)} -> {q} e, {logsumexp}"
+        return einsum(op, text, sizes=_sizes(op), **more)
+
+    finer = way("_", whole=(*_whole(op), "b", "g"), local={"h": "own_heads"})
+    return way("h", whole=_whole(op), finer=finer)
 
 
-@rule(ops.attention_backward.default)
+@rule(
+    ops.attention_backward.default,
+    left_out={r"R x R x S\(2\) x S\(2\) x .* -> P\(sum\),S\(2\),S\(2\)": "forward splits no keys"},
+)
 def attention_backward(op: OpCall) -> Signature:
     """Gradients of k and v add up over split query heads of one key-value head."""
-    q, k, v = "b (h g) s d", "b h t d", "b h t e"
-    text = f"b (h g) s e, {q}, {k}, {v}, b (h g) s e, b (h g) s{_mask(op)} -> {q}, {k}, {v}"
-    return einsum(op, text, sizes=_sizes(op), whole=_whole(op))
+    q, out = "b (h g) s d", "b (h g) s e"
+
+    def way(heads: str, **more: Any) -> Signature:
+        k, v = f"b {heads} t d", f"b {heads} t e"
+        text = f"{out}, {q}, {k}, {v}, {out}, b (h g) s{_mask(op)} -> {q}, {k}, {v}"
+        return einsum(op, text, sizes=_sizes(op), **more)
+
+    finer = way("_", whole=(*_whole(op), "b", "g"), local={"h": "own_heads"})
+    return way("h", whole=_whole(op), finer=finer)

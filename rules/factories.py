@@ -19,12 +19,24 @@ def arange(op: OpCall) -> Signature:
     return einsum(op, "-> n", local={"n": "arange_part"})
 
 
-@rule(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default)
+@rule(
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.empty_like.default,
+    left_out={r"P\(sum\) -> R": "nothing is read; capture writes these as full"},
+)
 def like(op: OpCall) -> Signature:
     return pointwise(op)
 
 
-@rule(aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default)
+@rule(
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+    aten.new_empty.default,
+    left_out={".*": "nothing is read; capture writes these as full"},
+)
 def new(op: OpCall) -> Signature:
     """The operand gives dtype and device only: it stays whole, the result splits."""
     operand = "_ " * len(op.tensors[0].shape) or "."

@@ -74,6 +74,7 @@ class AxisRow(NamedTuple):
         note: in words, e.g. "split k".
         local: name of the program a rank runs instead of the plain op on its parts; "" for the plain op.
         atom: the atom that is split; "" where none is.
+        is_finer: one of `Signature.finer`, for a split that is finer than the atom.
     """
 
     operands: tuple[Placement, ...]
@@ -81,6 +82,7 @@ class AxisRow(NamedTuple):
     note: str
     local: str = ""
     atom: str = ""
+    is_finer: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,8 @@ class Signature:
         scaled: (data operand, scale operand) pairs of a scaled GEMM.
         passes_scales: the op works element by element or moves elements, so frozen splits and own scales pass.
         makes_own: a maximum that may stay each rank's own instead of P(max).
+        finer: in the same atoms, how the op is run where a split is finer than an atom and runs on into the next one
+            of its dim. It names a local program; what is whole here is whole there.
     """
 
     operands: tuple[Dims, ...]
@@ -111,14 +115,26 @@ class Signature:
     scaled: tuple[tuple[int, int], ...] = ()
     passes_scales: bool = False
     makes_own: bool = False
+    finer: Signature | None = None
 
 
 Rule = Callable[[OpCall], Signature]
 _RULES: dict[Any, Rule] = {}
+_LEFT_OUT: dict[Any, dict[str, str]] = {}
+LEFT_OUT_OF_ALL = {
+    r".*P\(max\).*": "a partial maximum is a scale's: only what stands between a maximum and a cast lets it pass"
+}
+"""Placements that hold for many ops and are rows of few: pattern -> reason."""
 
 
-def rule(*ops: Any) -> Callable[[Rule], Rule]:
+def rule(*ops: Any, left_out: Mapping[str, str] | None = None) -> Callable[[Rule], Rule]:
     """Decorator: the function says how each of these op overloads may be split.
+
+    Args:
+        ops: overloads.
+        left_out: placements on one axis that would give the right result and are no row all the same: a regular
+            expression over `R x S(0) -> S(0)` -> the reason. The tests list every such placement and hold it
+            against these.
 
     >>> import torch
     >>> @rule(torch.ops.aten.logit.default)
@@ -133,9 +149,15 @@ def rule(*ops: Any) -> Callable[[Rule], Rule]:
                     f"rule for {op!r}, which is no op overload", do="name one, such as torch.ops.aten.mm.default"
                 )
             _RULES[op] = function
+            _LEFT_OUT[op] = dict(left_out or {})
         return function
 
     return register
+
+
+def left_out(op: Any) -> dict[str, str]:
+    """Why placements that hold are no rows of an op: pattern over `R x S(0) -> S(0)` -> reason."""
+    return {**_LEFT_OUT.get(op, {}), **LEFT_OUT_OF_ALL}
 
 
 def find_rule(op: Any) -> Rule | None:

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops import attention as _ops  # noqa: F401  (defines torch.ops.autoparallel_fp8.attention)
 from ..parts import Part
 
 aten = torch.ops.aten
+ops = torch.ops.autoparallel_fp8
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,34 @@ def add_own(where: Where, x: Tensor, dim: int, index: Tensor, source: Tensor) ->
     local, here = where.operands[0][dim].find(index)
     added = source if source.shape == index.shape else source[tuple(map(slice, index.shape))]
     return aten.scatter_add.default(x, dim, local, torch.where(here, added, added.new_zeros(())))
+
+
+@program("own_heads", ops.attention.default)
+def attend_own_heads(where: Where, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+    """Some of the queries of one key-value head, which the rank slices out of all of them."""
+    head = _head_of(where.operands[0][1], k)
+    return ops.attention.default(q, k.narrow(1, head, 1), v.narrow(1, head, 1), *rest)
+
+
+@program("own_heads", ops.attention_backward.default)
+def attend_own_heads_backward(where: Where, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+    """Gradients of keys and values are the rank's share of one head's, zero in the others."""
+    head = _head_of(where.operands[1][1], k)
+    dq, *shares = ops.attention_backward.default(grad, q, k.narrow(1, head, 1), v.narrow(1, head, 1), *rest)
+    grads = []
+    for whole, share in zip((k, v), shares, strict=True):
+        batch, heads, length, size = whole.shape
+        made = whole.new_zeros(batch, length, heads, size).transpose(1, 2)  # the memory order of the op's gradients
+        made.narrow(1, head, 1).copy_(share)
+        grads.append(made)
+    return (dq, *grads)
+
+
+def _head_of(queries: Part, k: Tensor) -> int:
+    """The key-value head of these query heads."""
+    heads = {position * k.shape[1] // queries.full_size for position in queries.positions()}
+    assert len(heads) == 1, f"query heads of several key-value heads {sorted(heads)}"
+    return heads.pop()
 
 
 @program("mean_of_part", aten.mean.dim, aten.mean.default)

@@ -64,7 +64,10 @@ def scatter_value(op: OpCall) -> Signature:
     return einsum(op, f"{texts[0]}, {texts[1]} -> {texts[0]}", local={"v": "masked_write"})
 
 
-@rule(aten.scatter_add.default)
+@rule(
+    aten.scatter_add.default,
+    left_out={r"P\(sum\) x S\(.\) x S\(.\) -> P\(sum\)": "indices split over a partial table: nobody makes one"},
+)
 def scatter_add(op: OpCall) -> Signature:
     """source[..., j, ...] added at index[..., j, ...] of x[..., v, ...]: as above; the indices stay whole along j.
 

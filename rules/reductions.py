@@ -70,7 +70,7 @@ def softmax_backward(op: OpCall) -> Signature:
     return replace(softmax(op), linear=((0,),))
 
 
-@rule(aten.native_layer_norm.default)
+@rule(aten.native_layer_norm.default, left_out={r"R( x R)? x P.* -> P\(sum\),R,R": "weights are no partial sums"})
 def layer_norm(op: OpCall) -> Signature:
     """x[..., d] -> out[..., d], mean[..., 1], rstd[..., 1]: the normalised dims stay whole."""
     ndim, normalised = len(op.tensors[0].shape), len(op.arg("normalized_shape"))
@@ -83,7 +83,10 @@ def layer_norm(op: OpCall) -> Signature:
     )
 
 
-@rule(aten.native_layer_norm_backward.default)
+@rule(
+    aten.native_layer_norm_backward.default,
+    left_out={r".* x P\(sum\)( x R| x P\(sum\))? -> .*": "weights are no partial sums"},
+)
 def layer_norm_backward(op: OpCall) -> Signature:
     """Weight and bias gradients add up over split rows; all are linear in the incoming gradient."""
     ndim, normalised = len(op.tensors[0].shape), len(op.arg("normalized_shape"))

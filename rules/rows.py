@@ -60,6 +60,7 @@ def rows(
     for atom in signature.sizes:
         if atom not in signature.whole and (atoms is None or atom in atoms):
             found += _split_rows(signature, atom, own_scales)
+    found += _finer_rows(signature, atoms)
     for group in signature.linear:
         if partials is None or all("P" in partials[i] for i in group):
             found.append(_partial_row(signature, group, P, "partial sums pass"))
@@ -126,6 +127,18 @@ def _split_rows(signature: Signature, atom: str, own_scales: OwnScales | None) -
         found += _scaled_rows(signature, atom, found[0], own_scales)
     elif signature.passes_scales and kind is None:
         found += _frozen_rows(signature, atom, note, own_scales)
+    return found
+
+
+def _finer_rows(signature: Signature, atoms: Iterable[str] | None) -> list[AxisRow]:
+    """Rows for splits that are finer than their atom, where the op has another program for them."""
+    finer = signature.finer
+    if finer is None:
+        return []
+    found = []
+    for atom in finer.local:
+        if atom not in finer.whole and (atoms is None or atom in atoms):
+            found += [row._replace(is_finer=True, note=f"{row.note}, finer") for row in _split_rows(finer, atom, None)]
     return found
 
 

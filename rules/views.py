@@ -8,8 +8,15 @@ from .language import OpCall, Signature, moved, regrouped, rule
 
 aten = torch.ops.aten
 
+CUT = {r"S\(1\) -> S\(1\)": "a step that fits each half, or a slice of everything"}
 
-@rule(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+
+@rule(
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    left_out={r"S\(0\) -> S\(0\)": "(6 4) -> (8 3): a split of both, but no factor of both"},
+)
 def view(op: OpCall) -> Signature:
     return regrouped(op)
 
@@ -62,7 +69,10 @@ def expand(op: OpCall) -> Signature:
     return Signature((operand,), (names,), sizes, linear=((0,),), monotone=(0,), passes_scales=True)
 
 
-@rule(aten.repeat.default)
+@rule(
+    aten.repeat.default,
+    left_out={r"R -> S\(0\)": "a longer dim that is repeated: needs as many repeats as ranks"},
+)
 def repeat(op: OpCall) -> Signature:
     """A dim of size 1 that is repeated may be split as in `expand`; one that is longer stays whole."""
     before, after, times = op.tensors[0].shape, op.out[0].shape, op.arg("repeats")
@@ -74,7 +84,7 @@ def repeat(op: OpCall) -> Signature:
     return Signature((operand,), (names,), atoms, linear=((0,),), monotone=(0,), passes_scales=True)
 
 
-@rule(aten.slice.Tensor)
+@rule(aten.slice.Tensor, left_out=CUT)
 def slice_(op: OpCall) -> Signature:
     """The dim that is cut stays whole."""
     return _rewritten(op, op.arg("dim"))
@@ -86,7 +96,7 @@ def select(op: OpCall) -> Signature:
     return moved(op, [i for i in range(ndim) if i != op.arg("dim") % ndim])
 
 
-@rule(aten.slice_backward.default, aten.flip.default, aten.roll.default)
+@rule(aten.slice_backward.default, aten.flip.default, aten.roll.default, left_out=CUT)
 def slice_backward(op: OpCall) -> Signature:
     dims = op.arg("dim" if op.op is aten.slice_backward.default else "dims")
     if op.op is aten.roll.default and not dims:
@@ -105,7 +115,7 @@ def pad(op: OpCall) -> Signature:
     return Signature(signature.operands, signature.results, signature.sizes)
 
 
-@rule(aten.cat.default)
+@rule(aten.cat.default, left_out={r"S\(0\) -> S\(0\)": "one tensor joined with nothing"})
 def cat(op: OpCall) -> Signature:
     """The dim that is joined stays whole; partial sums pass where every part is one."""
     shape = op.out[0].shape

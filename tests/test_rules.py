@@ -1,6 +1,6 @@
 """Every rule by brute force: split as its rows say, run on each rank, join, and compare with the unsplit op.
 
-The same runs list placements that would hold and have no row: `ACCEPTED` says which of them are left out, and why.
+The same runs list placements that would hold and have no row; a rule says which of them it leaves out, and why.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from autoparallel_fp8.rules import AxisRow, Signature, find_rule, partial_kinds, rows, rule_ops
+from autoparallel_fp8.rules import AxisRow, Signature, find_rule, left_out, partial_kinds, rows, rule_ops
+from autoparallel_fp8.rules.language import LEFT_OUT_OF_ALL
 from autoparallel_fp8.rules.local import find_program
 from graph_samples import GRAPHS, captured, sample_of
 from op_samples import all_samples
@@ -108,25 +109,6 @@ def test_a_split_runs_on_into_the_same_factor_everywhere():
 
 # ---- completeness --------------------------------------------------------------------------------------------------
 
-_NEW = "new_full|new_ones|new_zeros"
-_LIKE = "full_like|ones_like|zeros_like"
-ACCEPTED = [
-    # (ops, placements, why there is no row)
-    (".*", r".*P\(max\).*", "a partial maximum is a scale's: only what stands between the two lets it pass"),
-    (_NEW, ".*", "nothing is read; capture writes these as full"),
-    (_LIKE, r"P\(sum\) -> R", "nothing is read; capture writes these as full"),
-    ("repeat", r"R -> S\(0\)", "a longer dim that is repeated: needs as many repeats as ranks"),
-    ("cat", r"S\(0\) -> S\(0\)", "one tensor joined with nothing"),
-    ("view|_unsafe_view|reshape", r"S\(0\) -> S\(0\)", "(6 4) -> (8 3): a split of both, but no factor of both"),
-    ("slice|slice_backward", r"S\(1\) -> S\(1\)", "a step that fits each half, or a slice of everything"),
-    ("native_layer_norm", r"R( x R)? x P.* -> P\(sum\),R,R", "weights are no partial sums"),
-    ("native_layer_norm_backward", r".* x P\(sum\)( x R| x P\(sum\))? -> .*", "weights are no partial sums"),
-    ("attention", r"R x R x P\(sum\)( x R)? -> P\(sum\),R", "values are not worth reducing after attention"),
-    ("attention_backward", r"R x R x S\(2\) x S\(2\) x .* -> P\(sum\),S\(2\),S\(2\)", "forward splits no keys"),
-    ("scatter_add", r"P\(sum\) x S\(.\) x S\(.\) -> P\(sum\)", "indices split over a partial table: nobody makes one"),
-    ("_scaled_mm", r"R x R x .*P\(sum\).* -> P\(sum\)", "a scale is no partial sum"),
-]  # fmt: skip
-
 
 def test_no_placement_that_holds_is_missing():
     """Of all placements of an op's tensors on one axis, those that give the right result have a row or a reason."""
@@ -135,16 +117,18 @@ def test_no_placement_that_holds_is_missing():
     for op, samples in all_samples().items():
         for sample in samples[:4]:
             for text in missing_rows(sample):
-                name = str(op).split(".")[1]
-                reasons = [
-                    k
-                    for k, (ops, like, _) in enumerate(ACCEPTED)
-                    if re.fullmatch(ops, name) and re.fullmatch(like, text)
-                ]
-                used |= set(reasons)
+                reasons = [like for like in left_out(op) if re.fullmatch(like, text)]
+                used |= {(op, like) for like in reasons}
                 unexplained += [] if reasons else [f"{op}: {text}"]
     assert not unexplained, "\n".join(unexplained)
-    assert used == set(range(len(ACCEPTED))), "reasons for nothing"
+    given = {(op, like) for op in rule_ops() for like in left_out(op) if like not in LEFT_OUT_OF_ALL}
+    unused = sorted(f"{op}: {like}" for op, like in given - used if not shared(op, like, used))
+    assert not unused, "reasons for nothing\n" + "\n".join(unused)
+
+
+def shared(op: object, like: str, used: set[tuple[object, str]]) -> bool:
+    """Whether another op of the same rule needs the reason."""
+    return any(find_rule(other) is find_rule(op) and like == pattern for other, pattern in used)
 
 
 def missing_rows(sample: Sample) -> Iterator[str]:
