@@ -2,13 +2,17 @@
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from autoparallel_fp8 import AutoParallel, InfeasibleError, Plan, UsageError
+from autoparallel_fp8 import AutoParallel, InfeasibleError, Plan, UsageError, simulate_plan
 from autoparallel_fp8.models.presets import build
+from autoparallel_fp8.redistribute import Step
+from autoparallel_fp8.shards import as_bytes, run_step
+from autoparallel_fp8.simulate_plan import run_plan
 
 BF16 = torch.bfloat16
 
@@ -177,3 +181,47 @@ class TestFloat8:
             planner(model, "tp=4", 64, 256, dtype=BF16).optimize()
         assert "0" in str(caught.value.at)
         assert "pad" in str(caught.value.do) and "bf16" in str(caught.value.do)
+
+
+class TestFloat8Gather:
+    """pytorch/torchtitan#3123: a weight split over two ranks is quantised first and gathered as one byte an element."""
+
+    def planner(self, size: int, tokens: int) -> AutoParallel:
+        model = mlp(size, size).to(BF16)
+        inputs = (torch.empty(tokens, size, dtype=BF16, device="meta"),)
+        asked = AutoParallel(model, "dp=2", inputs=inputs, recipe="tensorwise", device="H100")
+        return asked.pin("0.weight", "S(0)").add_input_constraints(["S(0)"])
+
+    def casts_of_weight(self, asked: AutoParallel) -> list[str]:
+        nodes = asked.graph().nodes
+        return [n.name for n in nodes if n.from_parameters and n.outputs[0].dtype == torch.float8_e4m3fn]
+
+    def test_the_plan_says_so(self) -> None:
+        plan = self.planner(4096, 16384).optimize()
+        gather, amax = (
+            [c for c in plan.collectives if c.kind == kind and c.tensor != "0.weight"]
+            for kind in ("all_gather", "all_reduce")
+        )
+        assert [(c.dtype, c.bytes) for c in gather] == [("float8_e4m3fn", 4096 * 4096)]
+        assert [(c.source, c.bytes) for c in amax] == [("P(max)", 2)]
+        assert "gathered in float8_e4m3fn over dp" in str(plan)
+
+    def test_the_gather_that_runs_moves_one_byte_an_element(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """So small a weight is planned to be gathered in bf16, whose one collective is cheaper than two: here asked."""
+        asked = self.planner(256, 16384)
+        asked.add_node_constraint(self.casts_of_weight(asked)[0], "S(0)")
+        prepared = asked._prepare()
+        choices = asked._solve(prepared, asked.constraints).solution.choices
+        moved: list[tuple[str, torch.dtype, int]] = []
+
+        def spied(shards: list[torch.Tensor], step: Step, *rest: Any) -> list[torch.Tensor]:
+            made = run_step(shards, step, *rest)
+            moved.append((step.kind, as_bytes(shards[0]).dtype, sum(s.numel() for s in shards) * shards[0].itemsize))
+            return made
+
+        monkeypatch.setattr(simulate_plan, "run_step", spied)
+        weight, x = torch.randn(256, 256).to(BF16), torch.randn(16384, 256).to(BF16)
+        run_plan(prepared.space, prepared.shape, choices, prepared.pricing.routes, {"0.weight": weight}, [x])
+        assert moved.count(("all_gather", torch.uint8, 256 * 256)) == 1
+        assert [kind for kind, _, size in moved if size == 2 * BF16.itemsize] == ["all_reduce"]
+        assert not any(kind == "all_gather" and dtype == BF16 for kind, dtype, _ in moved)
