@@ -6,13 +6,22 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test check lint types bench clean
+.PHONY: demo test proof rules-table check lint types bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/autoparallel-fp8 plan llama3-8b --recipe tensorwise --mesh dp=8,tp=8 --device H100
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n auto $(PYTEST_ARGS)
+
+# Every rule on every call of PyTorch's own op tests; then holds docs/rules.md to what was tried.
+proof: $(VENV)/installed
+	rm -rf build/proof
+	$(BIN)/python -m pytest -n auto -m proof $(PYTEST_ARGS)
+	$(BIN)/python tools/rules_table.py --check
+
+rules-table: $(VENV)/installed
+	$(BIN)/python tools/rules_table.py
 
 check: lint types
 

@@ -13,6 +13,7 @@ from .errors import (
     SolveError,
     UsageError,
 )
+from .op_options import options
 from .plan import Plan
 
 __all__ = [
@@ -29,4 +30,5 @@ __all__ = [
     "SolveError",
     "Topology",
     "UsageError",
+    "options",
 ]

@@ -23,6 +23,7 @@ from .errors import InfeasibleError, SolveError, UsageError
 from .expansion import Space, expand
 from .explain import Explainer
 from .formulate import formulate
+from .garbage import no_collection
 from .graph import Graph
 from .inputs import default_inputs
 from .memory import format_need, memory_row
@@ -105,11 +106,13 @@ class AutoParallel:
         model: any module, on any device (the meta device too); it is only read.
         mesh: a torch DeviceMesh, or "dp=8,tp=8", or {"dp": 8, "tp": 8}; the last axis is the innermost.
         inputs: example inputs with their *global* shapes, real or meta. Without them a Hugging Face model gets token
-            ids [batch, seq], another model its `example_inputs`.
+            ids [batch, seq], for an encoder and a decoder each, or images as its config has them; another model its
+            `example_inputs`.
         kwargs: keyword inputs.
-        recipe: None (the model as it is), "tensorwise", "rowwise", "rowwise_with_gw_hp".
+        recipe: None (the model as it is), "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8".
         device: a profile's name or a `DeviceProfile`; by default the CUDA device at hand, else H100.
-        batch, seq: of the made-up token ids; by default twice the first axis, and min(8192, the model's maximum).
+        batch, seq: of the made-up token ids; by default twice the first axis, and min(8192, the model's maximum). A
+            batch of images is 32 times the first axis.
         loss: "auto" puts cross-entropy into the graph of a causal language model; None leaves it out.
         mixed_precision: torch's MixedPrecisionPolicy.
         recompute: "none"; "selective" and "full" are not planned yet.
@@ -305,7 +308,7 @@ class AutoParallel:
                     strict=settings.strict,
                 )
                 shape = structure(space)
-            with _Stage(self._say, "costs"):
+            with _Stage(self._say, "costs"), no_collection():
                 pricing = Pricing(
                     space, shape, settings.device, settings.topology, settings.optimizer, emulate=settings.emulate
                 )
@@ -314,7 +317,7 @@ class AutoParallel:
         return self._prepared
 
     def _solve(self, prepared: Prepared, wanted: Constraints) -> Solved:
-        with _Stage(self._say, "problem"):
+        with _Stage(self._say, "problem"), no_collection():
             limits = restrictions(wanted, prepared.space, prepared.shape)
             row = memory_row(prepared.pricing, self.settings.memory_limit)
             pricing = prepared.pricing
@@ -397,8 +400,6 @@ def _check_choice(name: str, value: Any, known: tuple[Any, ...]) -> None:
         words = ", ".join(str(choice) for choice in known)
         if name == "recompute" and value in ("selective", "full"):
             raise UsageError(f"recompute={value!r} is not planned yet", at="recompute", do='use recompute="none"')
-        if name == "recipe" and value == "mxfp8":
-            raise UsageError('recipe "mxfp8" is not planned yet', at="recipe", do=f"use one of {words}")
         raise UsageError(f"{name} is {value!r}", at=name, do=f"use one of {words}")
 
 

@@ -81,7 +81,12 @@ def _parser() -> argparse.ArgumentParser:
     devices = commands.add_parser("devices", help="list device profiles, or show one with its sources")
     devices.add_argument("name", nargs="?", help="one device, with the source of each number")
     devices.set_defaults(run=_devices)
-    rules = commands.add_parser("rules", help="list the ops that have a rule")
+    rules = commands.add_parser(
+        "rules",
+        help="list the ops that have a rule, or show one: what a mesh may do to it",
+        description='Such as: rules _scaled_mm --shapes "16x64:e4m3, 64x576:e4m3:t, 16x1:f32, 1x576:f32" --mesh tp=4',
+    )
+    _add_rules_arguments(rules)
     rules.set_defaults(run=_rules)
     return parser
 
@@ -90,7 +95,7 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a preset, a config.json, or package.module:factory")
     parser.add_argument("--layers", type=int, metavar="N", help="build the model with N layers")
     parser.add_argument(
-        "--recipe", help="tensorwise, rowwise or rowwise_with_gw_hp; without it the model stays as it is"
+        "--recipe", help="tensorwise, rowwise, rowwise_with_gw_hp or mxfp8; without it the model stays as it is"
     )
     parser.add_argument("--mesh", default="dp=8", help="axes and sizes, outermost first (default: %(default)s)")
     parser.add_argument("--device", help="a device profile (see `devices`) or a .toml file")
@@ -119,6 +124,23 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_rules_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("op", nargs="?", metavar="OP", help="an op's name, such as aten.mm.default, aten.mm or mm")
+    parser.add_argument(
+        "--shapes",
+        default="",
+        metavar="OPERANDS",
+        help="tensors in order, SHAPE[:DTYPE][:ORDER]: 16x64, scalar; bf16 (default), f32, e4m3, i64, ...; t for the "
+        "last two dims swapped in memory, or dims outermost first, such as 021; [a, b] is a list, none leaves one out",
+    )
+    parser.add_argument(
+        "--arg", action="append", default=[], metavar="NAME=VALUE", help="an argument that is no tensor, such as dim=1"
+    )
+    parser.add_argument("--mesh", help="axes and sizes, outermost first (default: dp=8)")
+    parser.add_argument("--device", help="a device profile (see `devices`) or a .toml file (default: H100)")
+    parser.add_argument("--json", action="store_true", help="the answer as JSON")
+
+
 def _planner(options: argparse.Namespace) -> AutoParallel:
     """The planner that the options describe; whatever is wrong with them fails here, before the work."""
     from .mesh import parse_mesh
@@ -127,6 +149,7 @@ def _planner(options: argparse.Namespace) -> AutoParallel:
     if options.layers is not None and options.layers < 1:
         raise UsageError(f"--layers is {options.layers}", at="--layers", do="give a whole number of 1 or more")
     pins = [_pin(text) for text in options.pin]
+    _tell_plugins()
     from .api import AutoParallel
     from .models.presets import build
     from .quiet import quiet
@@ -242,9 +265,47 @@ def _devices(options: argparse.Namespace) -> None:
 
 
 def _rules(options: argparse.Namespace) -> None:
-    from .rules import rule_ops
+    import json
 
-    print("\n".join(str(op) for op in rule_ops()))
+    from .report.rules import format_rule, format_rules, rule_dict, rule_summaries
+    from .rules.op_names import overloads_with_rules
+
+    is_call = bool(options.shapes or options.arg)
+    if not is_call and (options.mesh or options.device):
+        do = 'give the call too, such as --shapes "16x64, 64x32"; without one there is nothing to split'
+        raise UsageError("--mesh and --device ask about a call of an op", at="--shapes", do=do)
+    if is_call and options.op is None:
+        raise UsageError("--shapes and --arg are of an op, and none is named", at="OP", do="name it, such as aten.mm")
+    _tell_plugins()
+    if options.op is None:
+        print(json.dumps(rule_summaries(), indent=1) if options.json else format_rules())
+        return
+    if is_call:
+        _op_options(options)
+        return
+    ops = overloads_with_rules(options.op)
+    print(json.dumps([rule_dict(op) for op in ops], indent=1) if options.json else "\n\n".join(map(format_rule, ops)))
+
+
+def _op_options(options: argparse.Namespace) -> None:
+    """What the mesh may do to the call that was written down."""
+    from .op_options import options as ask
+    from .operand_text import parse_call
+
+    op, args, kwargs = parse_call(options.op, options.shapes, options.arg)
+    found = ask(op, *args, mesh=options.mesh or "dp=8", device=options.device or "H100", **kwargs)
+    if options.json:
+        sys.stdout.write(found.to_json())
+        return
+    print(found)
+
+
+def _tell_plugins() -> None:
+    """Loads the rules of installed packages, and says what went wrong with them or what they replace."""
+    from .rules.plugins import load_plugins
+
+    for note in load_plugins():
+        print(f"note: {note}", file=sys.stderr)
 
 
 class _Progress:

@@ -7,44 +7,33 @@ where a split is not even, and refused, with a sentence, where a kernel would no
 
 from __future__ import annotations
 
-import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import RuleError, UsageError
 from .factors import factorize
-from .graph import Graph, Node, Ref, TensorSpec, map_refs
-from .layout import Factors, Layout, Placement, R, format_layout, local_factors, local_shape, local_stride, universe
+from .garbage import no_collection
+from .graph import Graph, Node, Ref, map_refs
+from .layout import Factors, Layout, R, local_shape, universe
 from .mesh import Mesh
 from .own_scales import own_scales
+from .products import Option, Refusal, local_specs, products
 from .reach import Reach, reachable
-from .rules import ALIGNMENT, AxisRow, OpCall, Signature, broken_constraints, find_rule, rows
-
-
-@dataclass(frozen=True)
-class Option:
-    """One way to run an op on the mesh.
-
-    Attributes:
-        operands: layout of each tensor read, as the op wants it.
-        results: layout of each tensor made.
-        rows: the row taken on each mesh axis, its note and local program.
-    """
-
-    operands: tuple[Layout, ...]
-    results: tuple[Layout, ...]
-    rows: tuple[AxisRow, ...]
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A combination that fits the mesh but not the kernel, and the sentence that says why."""
-
-    results: tuple[Layout, ...]
-    operands: tuple[Layout, ...]
-    sentence: str
+from .rules import (
+    ALIGNMENT,
+    AxisRow,
+    OpCall,
+    OwnScales,
+    Signature,
+    broken_constraints,
+    find_rule,
+    partial_kinds,
+    rows,
+)
+from .rules.check import apply_rule
+from .rules.plugins import load_plugins
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +86,7 @@ class Space:
         return local_shape(self.graph.spec(ref).shape, self.factors[ref], layout, self.mesh.sizes)
 
 
+@no_collection()
 def expand(graph: Graph, mesh: Mesh, *, architecture: str, scale_scope: str = "local", strict: bool = False) -> Space:
     """The options of every node of the graph on the mesh.
 
@@ -110,6 +100,7 @@ def expand(graph: Graph, mesh: Mesh, *, architecture: str, scale_scope: str = "l
     Raises:
         RuleError: `strict` and an op has no rule; or an op without a rule is random or writes its arguments.
     """
+    load_plugins()
     calls = _calls(graph)
     signatures = _signatures(graph, calls)
     missing = tuple(
@@ -144,6 +135,42 @@ def expand(graph: Graph, mesh: Mesh, *, architecture: str, scale_scope: str = "l
     return Space(graph, mesh, factors, reach, tuple(kinds), tuple(kind_of), missing)
 
 
+@dataclass(frozen=True)
+class LoneOp:
+    """One op without a graph around it.
+
+    Attributes:
+        kind: its options; none where the kernel takes no layout of it.
+        signature, rows: what the options were made of.
+    """
+
+    kind: Kind
+    signature: Signature
+    rows: tuple[AxisRow, ...]
+
+
+def expand_lone(
+    graph: Graph, mesh: Mesh, *, architecture: str, own_scales: Callable[[Signature], OwnScales | None]
+) -> LoneOp:
+    """The options of a graph's last op, every partial operand included: not only what the graph before it makes.
+
+    Args:
+        graph: its last node is an op with a rule.
+        mesh, architecture: as in `expand`.
+        own_scales: where the op may meet scales of each rank's own.
+    """
+    calls = _calls(graph)
+    factors, refined = factorize(graph, _signatures(graph, calls))
+    node, call, signature = graph.nodes[-1], calls[-1], refined[-1]
+    assert signature is not None, f"{node.op_name} has no rule"
+    reads = tuple(factors[ref] for ref in node.reads())
+    makes = tuple(factors[Ref(len(graph.nodes) - 1, k)] for k in range(len(node.outputs)))
+    partials = [partial_kinds(spec) for spec in call.tensors]
+    axis_rows = rows(signature, node.outputs, own_scales=own_scales(signature), partials=partials)
+    kind = _op_kind(0, node, call, signature, axis_rows, reads, makes, mesh, architecture)
+    return LoneOp(kind, signature, axis_rows)
+
+
 def _calls(graph: Graph) -> list[OpCall]:
     found = []
     for node in graph.nodes:
@@ -162,7 +189,7 @@ def _signatures(graph: Graph, calls: list[OpCall]) -> list[Signature | None]:
             found.append(None)
             continue
         if call not in cache:
-            cache[call] = function(call)
+            cache[call] = apply_rule(function, call)
         found.append(cache[call])
     return found
 
@@ -269,119 +296,7 @@ def _illegal(graph: Graph, node: Node, kind: Kind) -> UsageError:
     return UsageError(f"a float8 GEMM is illegal even unsplit: {whole.sentence}", at=where, do=do)
 
 
-def products(
-    signature: Signature,
-    axis_rows: tuple[AxisRow, ...],
-    reads: tuple[Factors, ...],
-    makes: tuple[Factors, ...],
-    sizes: tuple[int, ...],
-) -> Iterator[Option]:
-    """Rows of one axis multiplied out over the mesh: every combination that fits the factors."""
-    plain = _successors(signature)
-    finer = _successors(signature.finer) if signature.finer else {}
-    for chosen in itertools.product(*(axis_rows[:1] if size == 1 else axis_rows for size in sizes)):
-        is_fit = _finer_fit(chosen, signature, sizes) and _scales_alike(chosen)
-        if not is_fit or not _spills_alike(chosen, signature, plain, finer, sizes):
-            continue
-        operands = tuple(tuple(row.operands[k] for row in chosen) for k in range(len(reads)))
-        results = tuple(tuple(row.results[k] for row in chosen) for k in range(len(makes)))
-        layouts = zip((*operands, *results), (*reads, *makes), strict=True)
-        if all(_fits(layout, factors, sizes) for layout, factors in layouts):
-            yield Option(operands, results, chosen)
-
-
-def _fits(layout: Layout, factors: Factors, sizes: tuple[int, ...]) -> bool:
-    kinds = {p.kind for p in layout}
-    return not {"P", "M"} <= kinds and local_factors(factors, layout, sizes) is not None
-
-
-def _successors(signature: Signature) -> dict[str, set[str]]:
-    """Atom -> the atoms that follow it in a dim; "" where it is the last."""
-    found: dict[str, set[str]] = {}
-    for dims in (*signature.operands, *signature.results):
-        for dim in dims:
-            for atom, follower in zip(dim, (*dim[1:], ""), strict=False):
-                found.setdefault(atom, set()).add(follower)
-    return found
-
-
-def _ways(chosen: tuple[AxisRow, ...], sizes: tuple[int, ...]) -> dict[str, int]:
-    """In how many parts each atom is split."""
-    ways: dict[str, int] = {}
-    for row, size in zip(chosen, sizes, strict=True):
-        if row.atom:
-            ways[row.atom] = ways.get(row.atom, 1) * size
-    return ways
-
-
-def _finer_fit(chosen: tuple[AxisRow, ...], signature: Signature, sizes: tuple[int, ...]) -> bool:
-    """Rows for finer splits serve where the split is finer than the atom, on every axis that splits it."""
-    finer = {row.atom for row in chosen if row.is_finer}
-    if not finer:
-        return True
-    ways = _ways(chosen, sizes)
-    return all(ways[atom] > signature.sizes[atom] for atom in finer) and all(
-        row.is_finer for row in chosen if row.atom in finer
-    )
-
-
-def _spills_alike(
-    chosen: tuple[AxisRow, ...],
-    signature: Signature,
-    plain: dict[str, set[str]],
-    finer: dict[str, set[str]],
-    sizes: tuple[int, ...],
-) -> bool:
-    """A split that runs on into the next atom must meet the same next atom in every tensor."""
-    is_finer = {row.atom: row.is_finer for row in chosen}
-    for atom, count in _ways(chosen, sizes).items():
-        after = finer if is_finer[atom] else plain
-        while count > signature.sizes[atom]:
-            if len(after[atom]) != 1 or after[atom] == {""} or count % signature.sizes[atom]:
-                return False
-            count //= signature.sizes[atom]
-            (atom,) = after[atom]
-            if atom in signature.whole:
-                return False
-    return True
-
-
-def _scales_alike(chosen: tuple[AxisRow, ...]) -> bool:
-    """Axes that split one factor together have own scales together: the part of each rank depends on all of them."""
-    has_own = [any(p.kind == "V" for p in (*row.operands, *row.results)) for row in chosen]
-    if not any(has_own):
-        return True
-    for k in range(len(chosen[0].operands)):
-        seen: dict[tuple[int, int], bool] = {}
-        for row, is_own in zip(chosen, has_own, strict=True):
-            placement = row.operands[k]
-            if placement.kind in "SF" and seen.setdefault((placement.dim, placement.factor), is_own) != is_own:
-                return False
-    return True
-
-
 def _check(
     call: OpCall, option: Option, reads: tuple[Factors, ...], sizes: tuple[int, ...], architecture: str
 ) -> tuple[str, ...]:
-    return broken_constraints(call.op, local_specs(call.tensors, reads, option.operands, sizes), architecture)
-
-
-def local_specs(
-    specs: tuple[TensorSpec, ...], factors: tuple[Factors, ...], layouts: tuple[Layout, ...], sizes: tuple[int, ...]
-) -> tuple[TensorSpec, ...]:
-    """What one rank holds of each tensor: local shape, exact local strides, dtype."""
-    found = []
-    for spec, dims, layout in zip(specs, factors, layouts, strict=True):
-        shape = local_shape(spec.shape, dims, layout, sizes)
-        found.append(TensorSpec(shape, local_stride(spec.shape, spec.stride, shape), spec.dtype))
-    return tuple(found)
-
-
-def format_option(option: Option | Refusal) -> str:
-    """`[R, S(0)] x [S(1), R] -> [P(sum), S(0)]`."""
-    left = " x ".join(f"[{format_layout(layout)}]" for layout in option.operands)
-    right = ", ".join(f"[{format_layout(layout)}]" for layout in option.results)
-    return f"{left} -> {right}" if left else right
-
-
-__all__ = ["Kind", "Option", "Placement", "Refusal", "Space", "expand", "format_option", "local_specs"]
+    return broken_constraints(call.op, local_specs(call.tensors, reads, option.operands, sizes), architecture, call)

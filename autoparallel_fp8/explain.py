@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from .errors import PlanError
-from .expansion import Space, format_option
+from .expansion import Space
 from .graph import Ref
 from .layout import format_layout
 from .overlap import Overlap
 from .problem import Problem, Restriction, Solution, evaluate
+from .products import format_option
 from .solver import presolve, solve
 from .structure import Structure
 

@@ -151,7 +151,7 @@ def _refine(signature: Signature, tensors: list[tuple[Dims, Factors]]) -> Signat
         if atom in kept or len(pieces[atom]) == 1
         else tuple(f"{atom}.{k}" for k in range(len(pieces[atom])))
         for atom in signature.sizes
-        if atom in pieces
+        if atom in pieces or atom in uneven
     }
     sizes_of = {
         name: pieces[atom][k] if atom not in kept else signature.sizes[atom]

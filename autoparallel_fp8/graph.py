@@ -1,14 +1,15 @@
 """The captured model as plain data: one joint forward and backward graph.
 
 `capture.py` makes it; every later stage reads it and nobody edits it. A node is an op on *global* tensors. A value is
-one tensor result of a node (`Ref`). Parameters, buffers, inputs and tangents are nodes without an op. What leaves
-the graph (results, gradients, new buffer values) stands in `Graph.outputs`.
+one tensor result of a node (`Ref`). Parameters, buffers, inputs, tangents and the seed are nodes without an op. What
+leaves the graph (results, gradients, new buffer values) stands in `Graph.outputs`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -47,11 +48,11 @@ class Ref:
 
 @dataclass(frozen=True)
 class Node:
-    """One op, parameter, buffer, input or tangent.
+    """One op, parameter, buffer, input, tangent or seed.
 
     Attributes:
         name: unique in the graph, stable for the same model.
-        kind: "parameter", "buffer", "input", "tangent" or "op".
+        kind: "parameter", "buffer", "input", "tangent", "op" or "seed" (int64 [], of the step's random numbers).
         op: the overload that runs, for kind "op"; None otherwise.
         args, kwargs: as the op's schema has them, tensors replaced by `Ref`; devices are left out.
         outputs: one spec a tensor result, in order; `ABSENT` where the op returns None in place of a tensor.
@@ -86,8 +87,11 @@ class Node:
 
     def reads(self) -> Iterator[Ref]:
         """Every value the node reads, in argument order, repeats included."""
-        yield from refs_in(self.args)
-        yield from refs_in(tuple(value for _, value in self.kwargs))
+        return iter(self._reads)
+
+    @cached_property
+    def _reads(self) -> tuple[Ref, ...]:
+        return (*refs_in(self.args), *refs_in(tuple(value for _, value in self.kwargs)))
 
 
 @dataclass(frozen=True)

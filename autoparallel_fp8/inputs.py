@@ -1,4 +1,4 @@
-"""Example inputs where the user gave none: token ids for a Hugging Face model, `example_inputs` of any other."""
+"""Example inputs where the user gave none: token ids or images for a Hugging Face model, else its `example_inputs`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from torch import nn
 
 from .capture.trace import check_arguments
 from .errors import AutoParallelError, UsageError
-from .integrations.hugging_face import is_causal_lm, is_hugging_face, maximum_length, one_line
+from .integrations.hugging_face import image_shape, is_hugging_face, maximum_length, one_line, takes, usual_length
 from .mesh import Mesh
 
 DEFAULT_SEQ = 8192
+IMAGES = 32
+"""Times the first axis, the default batch of images: they have few tokens, and float8 GEMMs want 16 rows on a rank."""
 
 
 def default_inputs(
@@ -28,9 +30,9 @@ def default_inputs(
 
     Args:
         model: decides what is made up.
-        mesh: the default batch is twice its first axis.
+        mesh: the default batch is twice its first axis, of images 32 times.
         inputs, kwargs: the user's; taken as they are.
-        batch, seq: of made-up token ids.
+        batch, seq: of made-up token ids (for encoder and decoder each); batch of made-up images.
 
     Raises:
         UsageError: nothing was given and nothing can be made up; an input that cannot be planned with; or sizes beside
@@ -59,14 +61,9 @@ def default_inputs(
         args, named = tuple(inputs if inputs is not None else ()), dict(kwargs or {})
         check_arguments(args, named)
         return args, named
-    if is_hugging_face(model) and is_causal_lm(model):
-        longest = maximum_length(model)
-        length = seq or min(DEFAULT_SEQ, longest or DEFAULT_SEQ)
-        if longest is not None and length > longest:
-            raise UsageError(
-                f"seq is {length}, but the model takes at most {longest}", at="seq", do=f"give {longest} or less"
-            )
-        return (torch.empty(batch or 2 * mesh.axes[0].size, length, dtype=torch.int64, device="meta"),), {}
+    made_up = _made_up(model, mesh.axes[0].size, batch, seq) if is_hugging_face(model) else None
+    if made_up is not None:
+        return made_up
     examples = getattr(model, "example_inputs", None)
     if examples is None:
         raise UsageError(
@@ -84,6 +81,34 @@ def default_inputs(
     args = tuple(examples) if isinstance(examples, (tuple, list)) else (examples,)
     check_arguments(args, {})
     return args, {}
+
+
+def _made_up(
+    model: nn.Module, first_axis: int, batch: int | None, seq: int | None
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Token ids, images, or token ids for encoder and decoder, as the model's forward takes them; None for others."""
+    shape = image_shape(getattr(model, "config", None))
+    if shape is not None and takes(model, "pixel_values") and not takes(model, "input_ids"):
+        if seq is not None:
+            raise UsageError(
+                "seq is the length of token ids, but the model takes images",
+                at="seq",
+                do="leave it out; image_size of the model's config decides",
+            )
+        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        return (torch.empty(batch or IMAGES * first_axis, *shape, dtype=dtype, device="meta"),), {}
+    if not takes(model, "input_ids") or takes(model, "pixel_values"):
+        return None
+    longest = maximum_length(model)
+    length = seq or usual_length(model, DEFAULT_SEQ)
+    if longest is not None and length > longest:
+        raise UsageError(
+            f"seq is {length}, but the model takes at most {longest}", at="seq", do=f"give {longest} or less"
+        )
+    ids = torch.empty(batch or 2 * first_axis, length, dtype=torch.int64, device="meta")
+    if takes(model, "decoder_input_ids"):
+        return (), {"input_ids": ids, "decoder_input_ids": torch.empty_like(ids)}
+    return (ids,), {}
 
 
 def _called(examples: Callable[[], Any], name: str) -> Any:

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from .errors import RuleError
-from .expansion import Kind, Option, local_specs
+from .expansion import Kind
 from .graph import TensorSpec
 from .layout import Layout
 from .parts import parts
+from .products import Option, local_specs
 from .rules import OpCall
 from .rules.local import Where, find_program
 
@@ -135,7 +136,8 @@ def _localized(
     if op is aten.repeat.default:
         offset = len(makes[0].shape) - len(reads[0].shape)
         shape = (*[1] * offset, *reads[0].shape)
-        return _with_argument(call, "repeats", tuple(b // a for a, b in zip(shape, makes[0].shape, strict=True)))
+        times = zip(shape, makes[0].shape, whole.arg("repeats"), strict=True)
+        return _with_argument(call, "repeats", tuple(b // a if a else time for a, b, time in times))
     if op in _SQUEEZES and reads[0].shape != whole.tensors[0].shape:
         # a split dim may be down to 1 here, and must stay
         return LocalCall(aten.view.default, (call.args[0], makes[0].shape), ())

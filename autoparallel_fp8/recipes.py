@@ -1,9 +1,10 @@
-"""Float8 recipes: which linears torchao converts, which stay, and why.
+"""Low-precision recipes: which linears are converted, which stay, and why.
 
-Converted: every `nn.Linear` whose two dims are multiples of 16, other than the output head - the module a transformers
-model names as its output embeddings, or a linear called lm_head, head, output or unembed whose parent is the model
-itself. A head is sensitive to rounding and usually wider than any kernel's gain. A model that the user converted
-is taken as it is, head and all.
+tensorwise, rowwise and rowwise_with_gw_hp are torchao's float8 recipes; mxfp8 swaps in `ops.mx_linear.MXLinear`.
+Converted: every `nn.Linear` whose two dims are multiples of what the recipe's kernels take (16, or MX blocks of 32),
+other than the output head - the module a transformers model names as its output embeddings, or a linear called
+lm_head, head, output or unembed whose parent is the model itself. A head is sensitive to rounding and usually wider
+than any kernel's gain. A model that the user converted is taken as it is, head and all.
 """
 
 from __future__ import annotations
@@ -14,15 +15,19 @@ from torch import nn
 
 from autoparallel_fp8.errors import UsageError
 from autoparallel_fp8.integrations.hugging_face import output_head
+from autoparallel_fp8.ops.mx_linear import MXLinear
+from autoparallel_fp8.ops.to_mx import BLOCK_SIZE
 from autoparallel_fp8.quiet import quiet
 
-RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+RECIPES = (*TORCHAO_RECIPES, "mxfp8")
 HEAD_NAMES = ("lm_head", "head", "output", "unembed")
+_CONVERTED = ("Float8Linear", "MXFP8Linear", "MXLinear")  # torchao's float8 and MX linears, and ours
 _MULTIPLE = 16  # of both dims of a float8 GEMM operand, aten/src/ATen/native/cuda/ScaledBlas.cpp
 
 
 def convert(model: nn.Module, recipe: str | None) -> tuple[nn.Module, tuple[tuple[str, str], ...]]:
-    """The model with its linears in float8, and (fqn, reason) of each linear left alone.
+    """The model with its linears in low precision, and (fqn, reason) of each linear left alone.
 
     Args:
         model: changed in place, so pass a copy.
@@ -33,20 +38,24 @@ def convert(model: nn.Module, recipe: str | None) -> tuple[nn.Module, tuple[tupl
     """
     if recipe is None:
         return model, ()
-    config = recipe_config(recipe)
-    converted = _converted_configs(model)
+    config = None if recipe == "mxfp8" else recipe_config(recipe)
+    converted = {name: m for name, m in model.named_modules() if type(m).__name__ in _CONVERTED}
     if converted:
         return model, _check_same(converted, recipe, config)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    head = output_head(model)
-    reasons = {name: _reason(name, module, head) for name, module in linears.items()}
+    head, multiple = output_head(model), BLOCK_SIZE if recipe == "mxfp8" else _MULTIPLE
+    reasons = {name: _reason(name, module, head, multiple) for name, module in linears.items()}
+    if recipe == "mxfp8":
+        reasons = {name: reason or _own_forward(linears[name]) for name, reason in reasons.items()}
     skipped = tuple((name, reason) for name, reason in reasons.items() if reason)
     if len(skipped) == len(linears):
         raise UsageError(
             f"recipe {recipe!r} converts nothing: {_why_nothing(model, skipped)}",
             at=f"model {type(model).__name__}",
-            do="plan it with recipe=None, or use nn.Linear layers whose dims are multiples of 16",
+            do=f"plan it with recipe=None, or use nn.Linear layers whose dims are multiples of {multiple}",
         )
+    if recipe == "mxfp8":
+        return _with_mx_linears(model, [m for name, m in linears.items() if not reasons[name]]), skipped
     from torchao.float8 import convert_to_float8_training
 
     with quiet():
@@ -57,14 +66,12 @@ def convert(model: nn.Module, recipe: str | None) -> tuple[nn.Module, tuple[tupl
 
 
 def recipe_config(recipe: str) -> Any:
-    """torchao's Float8LinearConfig for a recipe.
+    """torchao's Float8LinearConfig for one of its recipes.
 
     Raises:
         UsageError: unknown or unsupported recipe, or torchao is not installed.
     """
-    if recipe == "mxfp8":
-        raise UsageError("recipe 'mxfp8' is not yet supported", at="recipe", do=f"use one of {', '.join(RECIPES)}")
-    if recipe not in RECIPES:
+    if recipe not in TORCHAO_RECIPES:
         raise UsageError(f"no recipe is called {recipe!r}", at="recipe", do=f"use one of {', '.join(RECIPES)}, or None")
     try:
         with quiet():
@@ -78,18 +85,20 @@ def recipe_config(recipe: str) -> Any:
     return Float8LinearConfig.from_recipe_name(recipe)
 
 
-def _converted_configs(model: nn.Module) -> dict[str, Any]:
-    """fqn -> config of every linear that torchao has converted already."""
-    return {
-        name: module.config
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and type(module).__name__ == "Float8Linear"
-    }
+def _with_mx_linears(model: nn.Module, linears: list[nn.Module]) -> nn.Module:
+    """The model with these linears replaced, under each of their names."""
+    made = {id(linear): MXLinear.from_linear(linear) for linear in linears if isinstance(linear, nn.Linear)}
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if id(module) in made and name:
+            parent, _, last = name.rpartition(".")
+            setattr(model.get_submodule(parent), last, made[id(module)])
+    return made.get(id(model), model)
 
 
-def _check_same(converted: dict[str, Any], recipe: str, config: Any) -> tuple[tuple[str, str], ...]:
-    for name, own in converted.items():
-        if own != config:
+def _check_same(converted: dict[str, nn.Module], recipe: str, config: Any) -> tuple[tuple[str, str], ...]:
+    for name, module in converted.items():
+        is_same = isinstance(module, MXLinear) if recipe == "mxfp8" else getattr(module, "config", None) == config
+        if not is_same:
             raise UsageError(
                 f"the model is converted already, and not with recipe {recipe!r}",
                 at=name,
@@ -98,17 +107,23 @@ def _check_same(converted: dict[str, Any], recipe: str, config: Any) -> tuple[tu
     return ()
 
 
-def _reason(name: str, module: nn.Linear, head: nn.Module | None) -> str:
+def _reason(name: str, module: nn.Linear, head: nn.Module | None, multiple: int) -> str:
     if module is head or name in HEAD_NAMES:
         return "output head"
     for dim, size in (("in_features", module.in_features), ("out_features", module.out_features)):
-        if size % _MULTIPLE:
-            return f"{dim} {size} is not a multiple of {_MULTIPLE}"
+        if size % multiple:
+            return f"{dim} {size} is not a multiple of {multiple}"
     return ""
+
+
+def _own_forward(module: nn.Module) -> str:
+    """Why a linear's class is not replaced by another: it computes something else."""
+    name = type(module).__name__
+    return "" if type(module).forward is nn.Linear.forward else f"its class {name} has a forward of its own"
 
 
 def _why_nothing(model: nn.Module, skipped: tuple[tuple[str, str], ...]) -> str:
     kept = [f"{name} ({reason})" for name, reason in skipped]
     if any(type(module).__name__ == "Conv1D" for module in model.modules()):
-        kept.append("its other layers are Conv1D, which torchao does not convert")
+        kept.append("its other layers are Conv1D, which is not converted")
     return "; ".join(kept) or "it has no nn.Linear"

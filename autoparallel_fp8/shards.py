@@ -242,8 +242,12 @@ def _candidates(tensor: Tensor, count: int) -> list[Tensor]:
 
 
 def _generator(tensor: Tensor, count: int) -> torch.Generator:
-    """The same for the same tensor, so that two operands of an op are not shared out alike."""
-    total = float(tensor.to(torch.float64).nan_to_num(0.0, 0.0, 0.0).sum())
+    """The same for the same tensor, so that two operands of an op are not shared out alike.
+
+    Elements weigh by their position: two tensors with the same total differ too.
+    """
+    flat = tensor.to(torch.float64).nan_to_num(0.0, 0.0, 0.0).reshape(-1)
+    total = float((flat * torch.arange(1, flat.numel() + 1, dtype=torch.float64)).sum())
     return torch.Generator().manual_seed(int(abs(total) * 8) % 2**31 + count)
 
 

@@ -24,6 +24,7 @@ def run_graph(
     inputs: Sequence[Tensor],
     tangents: Sequence[Tensor] | None = None,
     *,
+    seed: int = 0,
     check: bool = False,
 ) -> dict[str, dict[str, Tensor]]:
     """Results, gradients and new buffer values: {"output": {name: ...}, "gradient": {...}, "buffer": {...}}.
@@ -33,12 +34,13 @@ def run_graph(
         parameters: parameters and buffers by fqn.
         inputs: one tensor for each input node, in order.
         tangents: one for each tangent node, in order; ones by default.
+        seed: of the step's dropout, where the graph has some.
         check: hold shape, stride and dtype of every value against the graph.
 
     Raises:
         UsageError: a parameter, buffer, input or tangent is missing.
     """
-    given = {"input": iter(inputs), "tangent": iter(tangents or ())}
+    given = {"input": iter(inputs), "tangent": iter(tangents or ()), "seed": iter([torch.tensor(seed)])}
     values: list[tuple[Any, ...]] = []
     with torch.no_grad():
         for node in graph.nodes:

@@ -8,6 +8,8 @@ together again.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,18 +17,16 @@ from torch import Tensor
 
 from .capture.rewrite import same_layout
 from .errors import UsageError
-from .expansion import Option, Space, local_specs
+from .expansion import Space
 from .graph import ABSENT, Node, Ref
 from .layout import Layout
 from .lower import LocalCall, local_call
-from .ops.scaled_mm import scaled_mm_formula
+from .ops.stand_ins import stand_in
 from .parts import coordinates
+from .products import Option, local_specs
 from .redistribute import Routes
 from .shards import laid_out, run_step, shard, spec_of, unshard
 from .structure import Link, Structure
-
-STAND_INS = {torch.ops.aten._scaled_mm.default: scaled_mm_formula}
-"""Ops whose CPU kernel is missing or too slow, and what runs instead."""
 
 Shards = list[Tensor]
 
@@ -39,6 +39,8 @@ def run_plan(
     parameters: Mapping[str, Tensor],
     inputs: Sequence[Tensor],
     tangents: Sequence[Tensor] | None = None,
+    *,
+    seed: int = 0,
 ) -> dict[str, dict[str, Tensor]]:
     """Results, gradients and new buffer values, as `simulate.run_graph` gives them.
 
@@ -49,6 +51,7 @@ def run_plan(
         parameters: parameters and buffers by fqn, whole.
         inputs: one tensor for each input node, in order, whole.
         tangents: one for each tangent node; ones by default.
+        seed: of the step's dropout, where the graph has some; the same on all ranks.
 
     Raises:
         UsageError: a parameter, buffer or input is missing.
@@ -56,7 +59,7 @@ def run_plan(
     """
     run = _Run(space, shape, choices, routes_of)
     with torch.no_grad():
-        run.everything(parameters, inputs, tangents)
+        run.everything(parameters, inputs, tangents, seed)
         return run.results()
 
 
@@ -86,9 +89,9 @@ class _Run:
                 self.arriving[link.target, link.target_slot] = link
 
     def everything(
-        self, parameters: Mapping[str, Tensor], inputs: Sequence[Tensor], tangents: Sequence[Tensor] | None
+        self, parameters: Mapping[str, Tensor], inputs: Sequence[Tensor], tangents: Sequence[Tensor] | None, seed: int
     ) -> None:
-        given = {"input": iter(inputs), "tangent": iter(tangents or ())}
+        given = {"input": iter(inputs), "tangent": iter(tangents or ()), "seed": iter([torch.tensor(seed)])}
         for i, node in enumerate(self.space.graph.nodes):
             if node.kind == "op":
                 for slot, shards in enumerate(self._run_op(i, node)):
@@ -150,9 +153,7 @@ class _Run:
         if key not in self._calls:
             kind, option = self.space.kind(i), self._option(i)
             calls = [local_call(kind, option, self.sizes, coordinate) for coordinate in self.places]
-            self._calls[key] = [
-                LocalCall(STAND_INS.get(call.function, call.function), call.args, call.kwargs) for call in calls
-            ]
+            self._calls[key] = [with_stand_ins(call) for call in calls]
         return self._calls[key]
 
     def _deliver(self, link: Link) -> Shards:
@@ -180,6 +181,21 @@ class _Run:
 
     def _option(self, i: int) -> Option:
         return self.space.kind(i).options[self.choices[i]]
+
+
+def with_stand_ins(call: LocalCall, replacement: Callable[[Any], Any] = stand_in) -> LocalCall:
+    """The call with what runs on the CPU in place of its op, which a local program is told of.
+
+    Args:
+        call: of an op, or of a local program.
+        replacement: op -> what runs.
+    """
+    function = call.function
+    if isinstance(function, partial):
+        place = function.args[0]
+        function = partial(function.func, replace(place, op=replacement(place.op)))
+        return LocalCall(function, call.args, call.kwargs)
+    return LocalCall(replacement(function), call.args, call.kwargs)
 
 
 def _in_order(local: Tensor, stride: tuple[int, ...]) -> Tensor:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from .expansion import Kind, Space
+from .garbage import no_collection
 from .graph import Graph, Output, Ref
 from .layout import Layout, is_moved, universe
 from .rules import HEAVY_OPS
@@ -83,6 +84,7 @@ class Structure:
         return len(self.sources[variable][0])
 
 
+@no_collection()
 def structure(space: Space) -> Structure:
     """Variables and links of the whole graph."""
     return _Builder(space).build()

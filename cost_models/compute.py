@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -16,6 +17,7 @@ from ..graph import TensorSpec
 from ..rules import OpCall
 from .device import DeviceProfile, matmul_efficiency, matmul_peak_flops
 from .fusion import Traffic
+from .scaled_gemms import is_scaled_gemm, scaled_gemm_us
 
 aten = torch.ops.aten
 ours = torch.ops.autoparallel_fp8
@@ -27,6 +29,14 @@ TILE_M, TILE_N = 128, 128
 ATTENTION_SHARE = 0.64
 """Of the rate of large GEMMs: flash attention forward and backward ran at 0.43 of peak where GEMMs reach 0.67 (four
 layers of 32 heads x 128, 4096 tokens; measured on one H200, torch 2.11, CUDA 13.0, 2026-11-30)."""
+
+
+_ATTENTION = (ours.attention.default, ours.biased_attention.default, ours.capped_attention.default)
+_ATTENTION_BACKWARD = (
+    ours.attention_backward.default,
+    ours.biased_attention_backward.default,
+    ours.capped_attention_backward.default,
+)
 
 
 def op_us(
@@ -55,15 +65,20 @@ def op_us(
     launch = device.launch_us if traffic.starts_kernel else 0.0
     if call.op in (aten.mm.default, aten.bmm.default):
         return launch + gemm_us(operands[0], operands[1], None, device)
-    if call.op is aten._scaled_mm.default:
-        recipe = "tensorwise" if call.tensors[2].numel == 1 else "rowwise"
-        return launch + gemm_us(
-            operands[0], operands[1], recipe, device, emulated=emulate and recipe not in device.recipes
-        )
-    if call.op is ours.attention.default:
+    if is_scaled_gemm(call):
+        return launch + scaled_gemm_us(call, operands, results, device, gemm_us, emulate=emulate)
+    if call.op is ours.mx_mm.default:
+        return launch + mx_mm_us(operands, device, emulated=emulate and "mxfp8" not in device.recipes)
+    if call.op in _ATTENTION:
         return launch + attention_us(call, operands[0], operands[1], operands[2], device, matmuls=2)
-    if call.op is ours.attention_backward.default:
+    if call.op in _ATTENTION_BACKWARD:
         return launch + attention_us(call, operands[1], operands[2], operands[3], device, matmuls=5)
+    if call.op is aten.convolution.default:
+        return launch + convolution_us(call, operands[0], operands[1], results[0], device)
+    if call.op is aten.convolution_backward.default:
+        grad, x, weight = operands[:3]
+        num_gemms = sum(call.arg("output_mask")[:2])
+        return launch + num_gemms * convolution_us(call, x, weight, grad, device)
     if traffic.is_own_kernel:
         made = sum(spec.num_bytes for spec in results)
         small = sum(spec.num_bytes for spec in operands if spec.num_bytes <= made)
@@ -100,6 +115,33 @@ def gemm_us(
     return max(arithmetic, memory_us(moved, device))
 
 
+def mx_mm_us(operands: Sequence[TensorSpec], device: DeviceProfile, *, emulated: bool = False) -> float:
+    """An MX GEMM of a, b, scale_a, scale_b, and what comes before it on every rank, in microseconds.
+
+    The scales are swizzled, a small kernel for each operand that reads and writes them; emulated, each operand is
+    dequantised: one byte an element is read, two are written, and the GEMM runs in bfloat16.
+    """
+    a, b, *scales = operands
+    if emulated:
+        wide = [replace(spec, dtype=torch.bfloat16) for spec in (a, b)]
+        before = sum(device.launch_us + memory_us(spec.num_bytes + 2 * spec.numel, device) for spec in (a, b))
+        return before + gemm_us(wide[0], wide[1], None, device)
+    before = sum(device.launch_us + memory_us(2 * spec.num_bytes, device) for spec in scales)
+    return before + gemm_us(a, b, "mxfp8", device)
+
+
+def convolution_us(call: OpCall, x: TensorSpec, weight: TensorSpec, out: TensorSpec, device: DeviceProfile) -> float:
+    """A convolution as the implicit GEMM that libraries run: windows x (channels and kernel) x output channels.
+
+    Its backward's two GEMMs, for the gradients of x and of weight, have as many FLOPs each.
+    """
+    places = x if call.arg("transposed") else out
+    depth = weight.numel // weight.shape[0]
+    a = TensorSpec((places.numel // places.shape[1], depth), (depth, 1), x.dtype)
+    b = TensorSpec((depth, weight.shape[0]), (1, depth), x.dtype)
+    return gemm_us(a, b, None, device)
+
+
 def attention_us(
     call: OpCall, q: TensorSpec, k: TensorSpec, v: TensorSpec, device: DeviceProfile, *, matmuls: int
 ) -> float:
@@ -113,4 +155,4 @@ def attention_us(
     return max(flops / reached * 1e6, memory_us(moved, device))
 
 
-__all__ = ["CostError", "attention_us", "gemm_us", "memory_us", "op_us"]
+__all__ = ["CostError", "attention_us", "gemm_us", "memory_us", "mx_mm_us", "op_us"]

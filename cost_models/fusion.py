@@ -3,7 +3,8 @@
 Chains of element-wise ops, casts, views and reductions become one kernel, as Inductor fuses them; only what another
 kernel needs is written. Every op gets a *level*, the number of kernels that must have finished before it runs: a GEMM
 or attention starts a new one, and so does what needs a maximum or sum over more than the innermost dim (a softmax-like
-reduction over the innermost dim stays in its kernel). A value read at its own level stays in registers. A value
+reduction over the innermost dim stays in its kernel, and so does a cast in blocks along it; a cast in blocks along
+another dim is a kernel that transposes tiles). A value read at its own level stays in registers. A value
 that one element-wise op makes from one tensor (a cast, a sign) is made again where it is needed rather than written.
 """
 
@@ -14,7 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..graph import Graph, Node, Ref
+from ..graph import Graph, Node, Ref, TensorSpec
+from ..rules.language import Ops
+from ..rules.torchao_ops import TORCHAO_OPS
 
 aten = torch.ops.aten
 ours = torch.ops.autoparallel_fp8
@@ -28,11 +31,18 @@ _VIEWS = {
 _REDUCTIONS = {
     aten.sum.default, aten.sum.dim_IntList, aten.mean.dim, aten.mean.default, aten.amax.default, aten.max.default,
 }  # fmt: skip
-_OWN_KERNEL = {
+_OWN_KERNEL = Ops({
+    *TORCHAO_OPS,
+    aten._scaled_mm_v2.default, aten._grouped_mm.default, aten._scaled_grouped_mm.default,
+    aten._scaled_grouped_mm_v2.default,
     aten.mm.default, aten.bmm.default, aten._scaled_mm.default, aten.embedding.default,
     aten.embedding_dense_backward.default, aten.gather.default, aten.index.Tensor,
     aten.scatter.value, aten.cumsum.default, ours.attention.default, ours.attention_backward.default,
-}  # fmt: skip
+    ours.mx_mm.default,
+    ours.biased_attention.default, ours.biased_attention_backward.default,
+    ours.capped_attention.default, ours.capped_attention_backward.default,
+    aten.convolution.default, aten.convolution_backward.default,
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -105,8 +115,20 @@ def _ends_kernel(graph: Graph, node: Node) -> bool:
     if not isinstance(dims, tuple) or not dims:
         return spec.numel > 1
     reduced = {d % len(spec.shape) for d in dims}
-    innermost = min(range(len(spec.shape)), key=lambda d: (spec.stride[d] if spec.shape[d] > 1 else 1 << 62, -d))
-    return innermost not in reduced
+    return _innermost(spec) not in reduced
+
+
+def _innermost(spec: TensorSpec) -> int:
+    """The dim whose elements are neighbours in memory."""
+    return min(range(len(spec.shape)), key=lambda d: (spec.stride[d] if spec.shape[d] > 1 else 1 << 62, -d))
+
+
+def _transposes(graph: Graph, node: Node) -> bool:
+    """A cast in blocks along a dim that is not the innermost one: it starts a kernel, which reads its operand."""
+    if node.op is not ours.to_mx.default:
+        return False
+    spec = graph.spec(next(node.reads()))
+    return _innermost(spec) != node.args[3] % len(spec.shape)
 
 
 def _levels(graph: Graph) -> list[int]:
@@ -119,7 +141,7 @@ def _levels(graph: Graph) -> list[int]:
             if source.kind == "op" and (source.op in _OWN_KERNEL or _ends_kernel(graph, source)):
                 done += 1
             level = max(level, done)
-        if node.kind == "op" and node.op in _OWN_KERNEL:
+        if node.kind == "op" and (node.op in _OWN_KERNEL or _transposes(graph, node)):
             level += 1
         levels.append(level)
     return levels

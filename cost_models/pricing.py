@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from autoparallel_fp8.expansion import Space, local_specs
+from autoparallel_fp8.expansion import Space
 from autoparallel_fp8.graph import Ref, TensorSpec
 from autoparallel_fp8.layout import Factors, Layout, local_shape
+from autoparallel_fp8.products import local_specs
 from autoparallel_fp8.reach import Reach
 from autoparallel_fp8.redistribute import Routes, Step
 from autoparallel_fp8.structure import Link, Structure

@@ -1,11 +1,31 @@
 """What placements each op allows: one rule an op, read from top to bottom; see `language.py` for the notation.
 
-matmul: GEMMs, scaled GEMMs included · pointwise: element by element · reductions: sums and maxima ·
-views: reshapes and moves · lookup: embedding, gather, scatter · attention · factories · constraints: of kernels.
+matmul, scaled_matmul, grouped_matmul: GEMMs · torchao_ops: torchao's, by name · block_scaled: MX casts and GEMMs ·
+pointwise: element by element · reductions: sums and maxima · views: reshapes and moves · lookup: embedding, gather,
+scatter · attention · convolution · factories · random: dropout · constraints, gemm_constraints: of kernels.
 """
 
-from . import attention, factories, lookup, matmul, pointwise, reductions, views  # noqa: F401  (they register rules)
-from .constraints import ALIGNMENT, broken_constraints, constraint
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from . import (  # noqa: F401  (they register rules)
+    attention,
+    block_scaled,
+    convolution,
+    factories,
+    gemm_constraints,
+    grouped_matmul,
+    lookup,
+    matmul,
+    pointwise,
+    random,
+    reductions,
+    scaled_matmul,
+    torchao_ops,
+    views,
+)
+from .constraints import ALIGNMENT, advice, broken_constraints, constraint, constraints_of
 from .language import (
     HEAVY_OPS,
     AxisRow,
@@ -18,12 +38,15 @@ from .language import (
     left_out,
     moved,
     reduction,
-    regrouped,
     rule,
     rule_ops,
 )
 from .language import pointwise as elementwise
+from .regroup import regrouped
 from .rows import OwnScales, Place, partial_kinds, place_of, rows
+
+if TYPE_CHECKING:
+    from ..op_options import options
 
 __all__ = [
     "ALIGNMENT",
@@ -34,14 +57,17 @@ __all__ = [
     "OwnScales",
     "Place",
     "Signature",
+    "advice",
     "broken_constraints",
     "constraint",
+    "constraints_of",
     "einsum",
     "elementwise",
     "find_rule",
     "heavy",
     "left_out",
     "moved",
+    "options",
     "partial_kinds",
     "place_of",
     "reduction",
@@ -50,3 +76,12 @@ __all__ = [
     "rule",
     "rule_ops",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`rules.options`, imported when asked for: it runs the stages after this one, which import this package."""
+    if name == "options":
+        from ..op_options import options
+
+        return options
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

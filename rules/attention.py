@@ -13,11 +13,20 @@ from typing import Any
 import torch
 
 from ..ops import attention as _ops  # noqa: F401  (defines torch.ops.autoparallel_fp8.attention)
+from ..ops import scored_attention as _more_ops  # noqa: F401  (attention with a trained bias, with capped scores)
 from .language import OpCall, Signature, einsum, heavy, rule
 
 ops = torch.ops.autoparallel_fp8
 
 heavy(ops.attention.default, ops.attention_backward.default)
+heavy(ops.biased_attention.default, ops.biased_attention_backward.default)
+heavy(ops.capped_attention.default, ops.capped_attention_backward.default)
+
+
+_VALUES = {
+    r"R x R x P\(sum\)( x R)? -> P\(sum\),R": "values are not worth reducing after attention",
+    r"R x R x S\(3\)( x R)? -> S\(3\),R": "the values' columns: every rank would work out all scores again",
+}
 
 
 def _mask(op: OpCall) -> str:
@@ -40,7 +49,8 @@ def _sizes(op: OpCall) -> dict[str, int]:
 
 @rule(
     ops.attention.default,
-    left_out={r"R x R x P\(sum\)( x R)? -> P\(sum\),R": "values are not worth reducing after attention"},
+    ops.capped_attention.default,
+    left_out=_VALUES,
 )
 def attention(op: OpCall) -> Signature:
     """q[b,(h g),s,d], k[b,h,t,d], v[b,h,t,e] -> out[b,(h g),s,e], logsumexp[b,(h g),s]."""
@@ -56,6 +66,7 @@ def attention(op: OpCall) -> Signature:
 
 @rule(
     ops.attention_backward.default,
+    ops.capped_attention_backward.default,
     left_out={r"R x R x S\(2\) x S\(2\) x .* -> P\(sum\),S\(2\),S\(2\)": "forward splits no keys"},
 )
 def attention_backward(op: OpCall) -> Signature:
@@ -69,3 +80,24 @@ def attention_backward(op: OpCall) -> Signature:
 
     finer = way("_", whole=(*_whole(op), "b", "g"), local={"h": "own_heads"})
     return way("h", whole=_whole(op), finer=finer)
+
+
+@rule(
+    ops.biased_attention.default,
+    left_out=_VALUES,
+)
+def biased_attention(op: OpCall) -> Signature:
+    """As `attention`; the mask is always there."""
+    text = f"b (h g) s d, b h t d, b h t e{_mask(op)} -> b (h g) s e, b (h g) s"
+    return einsum(op, text, sizes=_sizes(op), whole=_whole(op))
+
+
+@rule(
+    ops.biased_attention_backward.default,
+    left_out={r"R x R x S\(2\) x S\(2\) x .* -> P\(sum\),S\(2\),S\(2\).*": "forward splits no keys"},
+)
+def biased_attention_backward(op: OpCall) -> Signature:
+    """The mask's gradient adds up over split dims that the mask does not have."""
+    q, k, v, out, mask = "b (h g) s d", "b h t d", "b h t e", "b (h g) s e", _mask(op)
+    text = f"{out}, {q}, {k}, {v}, {out}, b (h g) s{mask} -> {q}, {k}, {v}{mask}"
+    return einsum(op, text, sizes=_sizes(op), whole=_whole(op))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -121,6 +120,7 @@ class Signature:
 Rule = Callable[[OpCall], Signature]
 _RULES: dict[Any, Rule] = {}
 _LEFT_OUT: dict[Any, dict[str, str]] = {}
+_NAMED: dict[str, tuple[Rule, dict[str, str]]] = {}
 LEFT_OUT_OF_ALL = {
     r".*P\(max\).*": "a partial maximum is a scale's: only what stands between a maximum and a cast lets it pass"
 }
@@ -137,17 +137,28 @@ def rule(*ops: Any, left_out: Mapping[str, str] | None = None) -> Callable[[Rule
             against these.
 
     >>> import torch
+    >>> from autoparallel_fp8.rules import elementwise, options, rule
     >>> @rule(torch.ops.aten.logit.default)
     ... def logit(op):
-    ...     return pointwise(op)
+    ...     return elementwise(op)
+    >>> for option in options("aten.logit", torch.empty(8, 6, device="meta"), mesh="tp=4").options:
+    ...     print(option["self"].placements, option["result"].placements)
+    ('R',) ('R',)
+    ('S(0)',) ('S(0)',)
+
+    The function gets an `OpCall` and returns a `Signature`, best from `einsum`, `elementwise`, `reduction`, `moved` or
+    `regrouped`. A package registers its rules by an entry point of the group `autoparallel_fp8.rules` (`plugins.py`).
+
+    Raises:
+        RuleError: no op is named, or one of them is no overload.
     """
+    wrong = next((op for op in ops if not isinstance(op, torch._ops.OpOverload)), None)
+    if wrong is not None or not ops:
+        what = f"rule for {wrong!r}, which is no op overload" if ops else "rule for no op"
+        raise RuleError(what, do="name overloads, such as @rule(torch.ops.aten.mm.default)")
 
     def register(function: Rule) -> Rule:
         for op in ops:
-            if not isinstance(op, torch._ops.OpOverload):
-                raise RuleError(
-                    f"rule for {op!r}, which is no op overload", do="name one, such as torch.ops.aten.mm.default"
-                )
             _RULES[op] = function
             _LEFT_OUT[op] = dict(left_out or {})
         return function
@@ -155,14 +166,33 @@ def rule(*ops: Any, left_out: Mapping[str, str] | None = None) -> Callable[[Rule
     return register
 
 
+def rule_by_name(*names: str, left_out: Mapping[str, str] | None = None) -> Callable[[Rule], Rule]:
+    """Decorator: as `rule`, for ops of a package that need not be there and is not imported for it.
+
+    Args:
+        names: as `str` of the overload gives them, such as "torchao.triton_to_mxfp8_dim0.default". A rule that is
+            registered for the overload itself comes first.
+        left_out: as in `rule`.
+    """
+
+    def register(function: Rule) -> Rule:
+        for name in names:
+            _NAMED[name] = (function, dict(left_out or {}))
+        return function
+
+    return register
+
+
 def left_out(op: Any) -> dict[str, str]:
     """Why placements that hold are no rows of an op: pattern over `R x S(0) -> S(0)` -> reason."""
-    return {**_LEFT_OUT.get(op, {}), **LEFT_OUT_OF_ALL}
+    named = _NAMED[str(op)][1] if op not in _RULES and str(op) in _NAMED else {}
+    return {**_LEFT_OUT.get(op, {}), **named, **LEFT_OUT_OF_ALL}
 
 
 def find_rule(op: Any) -> Rule | None:
-    """The rule registered for an op overload, or None."""
-    return _RULES.get(op)
+    """The rule registered for an op overload or for its name, or None."""
+    found = _RULES.get(op)
+    return found if found is not None or str(op) not in _NAMED else _NAMED[str(op)][0]
 
 
 def rule_ops() -> tuple[Any, ...]:
@@ -170,7 +200,19 @@ def rule_ops() -> tuple[Any, ...]:
     return tuple(sorted(_RULES, key=str))
 
 
-HEAVY_OPS: set[Any] = set()
+def named_rules() -> tuple[str, ...]:
+    """Names of the ops that have a rule by name, whether their package is there or not."""
+    return tuple(sorted(_NAMED))
+
+
+class Ops(set[Any]):
+    """Op overloads, and names of such as need not be there: an overload is in it by itself or by its name."""
+
+    def __contains__(self, op: object) -> bool:
+        return super().__contains__(op) or (isinstance(op, torch._ops.OpOverload) and super().__contains__(str(op)))
+
+
+HEAVY_OPS = Ops()
 """Ops long enough to hide a collective behind, and whose dims decide which factors are worth splitting."""
 
 
@@ -276,7 +318,7 @@ def reduction(op: OpCall, dims: Sequence[int] | None, *, kind: str = "P", **more
     """Signature of a reduction of the first operand over `dims` (None or empty: all), kept if the result has them."""
     spec = op.tensors[0]
     ndim = len(spec.shape)
-    gone = {d % ndim for d in dims} if dims else set(range(ndim))
+    gone = {d % ndim for d in dims} if dims and ndim else set(range(ndim))
     names = tuple((f"d{i}",) if size > 1 else () for i, size in enumerate(spec.shape))
     kept = tuple(name for i, name in enumerate(names) if i not in gone)
     if len(op.out[0].shape) == ndim:
@@ -303,60 +345,3 @@ def moved(op: OpCall, source: Sequence[int | None]) -> Signature:
         monotone=(0,),
         passes_scales=True,
     )
-
-
-def regrouped(op: OpCall) -> Signature:
-    """Signature of a view: dims merge and split in memory order, `(2 3) 4 -> 2 (3 4)`."""
-    before, after = op.tensors[0].shape, op.out[0].shape
-    old: list[tuple[str, ...]] = [()] * len(before)
-    new: list[tuple[str, ...]] = [()] * len(after)
-    sizes: dict[str, int] = {}
-    for number, (olds, news) in enumerate(_view_groups(before, after)):
-        cuts = sorted(_suffix_products(before, olds) | _suffix_products(after, news))
-        steps = list(pairwise(cuts))
-        if any(high % low for low, high in steps):
-            continue  # (6 4) -> (8 3): no common refinement, these dims stay whole
-        atoms = {low: f"v{number}.{i}" for i, (low, _) in enumerate(steps)}
-        sizes.update({atoms[low]: high // low for low, high in steps})
-        _name_dims(olds, before, atoms, old)
-        _name_dims(news, after, atoms, new)
-    return Signature((tuple(old),), (tuple(new),), sizes, linear=((0,),), monotone=(0,), passes_scales=True)
-
-
-def _name_dims(dims: list[int], shape: tuple[int, ...], atoms: dict[int, str], names: list[tuple[str, ...]]) -> None:
-    """Write into `names` which atoms make up each of `dims`, given the atom that starts at each suffix product."""
-    base = 1
-    for d in reversed(dims):
-        names[d] = tuple(atoms[low] for low in sorted(atoms, reverse=True) if base <= low < base * shape[d])
-        base *= shape[d]
-
-
-def _view_groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
-    """Smallest runs of old and new dims (sizes above 1) with equal products."""
-    olds = [d for d, size in enumerate(before) if size != 1]
-    news = [d for d, size in enumerate(after) if size != 1]
-    groups: list[tuple[list[int], list[int]]] = []
-    i = j = 0
-    while i < len(olds) and j < len(news):
-        left, right = [olds[i]], [news[j]]
-        a, b = before[olds[i]], after[news[j]]
-        i, j = i + 1, j + 1
-        while a != b:
-            if a < b:
-                left.append(olds[i])
-                a *= before[olds[i]]
-                i += 1
-            else:
-                right.append(news[j])
-                b *= after[news[j]]
-                j += 1
-        groups.append((left, right))
-    return groups
-
-
-def _suffix_products(shape: tuple[int, ...], dims: list[int]) -> set[int]:
-    found, product = {1}, 1
-    for d in reversed(dims):
-        product *= shape[d]
-        found.add(product)
-    return found

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from ..ops import attention as _ops  # noqa: F401  (defines torch.ops.autoparallel_fp8.attention)
+from ..ops import scored_attention as _more_ops  # noqa: F401  (defines torch.ops.autoparallel_fp8.capped_attention)
+from ..ops.dropout import dropout_at
 from ..parts import Part
 
 aten = torch.ops.aten
@@ -58,7 +60,7 @@ def lookup_rows(where: Where, weight: Tensor, indices: Tensor, *unused: Any, **k
     """Rows that the rank holds; zero for indices of other ranks' rows."""
     local, here = where.operands[0][0].find(indices)
     found = aten.embedding.default(weight, local)
-    return torch.where(here.unsqueeze(-1), found, found.new_zeros(()))
+    return torch.where(here.unsqueeze(-1), found, found.new_zeros(())).contiguous()  # as embedding lays its result
 
 
 @program("masked_lookup", aten.embedding_dense_backward.default)
@@ -83,7 +85,7 @@ def gather_own(where: Where, x: Tensor, dim: int, index: Tensor, **kwargs: Any) 
     """Elements that the rank holds; zero for those of other ranks."""
     local, here = where.operands[0][dim].find(index)
     found = aten.gather.default(x, dim, local)
-    return torch.where(here, found, found.new_zeros(()))
+    return torch.where(here, found, found.new_zeros(())).contiguous()  # as gather lays its result, whatever the index
 
 
 @program("masked_write", aten.scatter.value)
@@ -104,18 +106,18 @@ def add_own(where: Where, x: Tensor, dim: int, index: Tensor, source: Tensor) ->
     return aten.scatter_add.default(x, dim, local, torch.where(here, added, added.new_zeros(())))
 
 
-@program("own_heads", ops.attention.default)
+@program("own_heads", ops.attention.default, ops.capped_attention.default)
 def attend_own_heads(where: Where, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
     """Some of the queries of one key-value head, which the rank slices out of all of them."""
     head = _head_of(where.operands[0][1], k)
-    return ops.attention.default(q, k.narrow(1, head, 1), v.narrow(1, head, 1), *rest)
+    return where.op(q, k.narrow(1, head, 1), v.narrow(1, head, 1), *rest)
 
 
-@program("own_heads", ops.attention_backward.default)
+@program("own_heads", ops.attention_backward.default, ops.capped_attention_backward.default)
 def attend_own_heads_backward(where: Where, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
     """Gradients of keys and values are the rank's share of one head's, zero in the others."""
     head = _head_of(where.operands[1][1], k)
-    dq, *shares = ops.attention_backward.default(grad, q, k.narrow(1, head, 1), v.narrow(1, head, 1), *rest)
+    dq, *shares = where.op(grad, q, k.narrow(1, head, 1), v.narrow(1, head, 1), *rest)
     grads = []
     for whole, share in zip((k, v), shares, strict=True):
         batch, heads, length, size = whole.shape
@@ -151,3 +153,18 @@ def arange_part(where: Where, *args: Any, **kwargs: Any) -> Tensor:
     for k, (start, count) in enumerate(zip(part.starts, part.counts, strict=True)):
         numbers = numbers.narrow(k, start, count)
     return numbers.reshape(-1)
+
+
+@program("dropout_part", torch.ops.autoparallel_fp8.dropout.default)
+def dropout_part(where: Where, x: Tensor, p: float, seed: Tensor, call: int) -> Tensor:
+    """The mask of the rank's own elements, at their places in the whole tensor."""
+    return dropout_at(x, global_positions(where.operands[0], x.device), p, seed, call)
+
+
+def global_positions(parts: tuple[Part, ...], device: torch.device) -> Tensor:
+    """Linear position in the whole tensor, row-major, of every element that the rank holds: int64, its local shape."""
+    found = torch.zeros((), dtype=torch.int64, device=device)
+    for part in parts:
+        for size, start, count in zip(part.factors, part.starts, part.counts, strict=True):
+            found = found.unsqueeze(-1) * size + torch.arange(start, start + count, device=device)
+    return found.reshape([part.size for part in parts])

@@ -43,6 +43,8 @@ def gather(op: OpCall) -> Signature:
     """
     x, index = op.tensors
     ndim = len(x.shape)
+    if not ndim or len(index.shape) != ndim:
+        return _unsplit(op)
     dim = op.arg("dim") % ndim
     same = [f"d{i}" if x.shape[i] == index.shape[i] else "_" for i in range(ndim)]
     left, right = list(same), list(same)
@@ -53,15 +55,21 @@ def gather(op: OpCall) -> Signature:
 
 @rule(aten.scatter.value)
 def scatter_value(op: OpCall) -> Signature:
-    """One value written at index[..., j, ...] of x[..., v, ...]: other dims split; a rank writes into its part of v."""
+    """One value written at index[..., j, ...] of x[..., v, ...]: other dims split; a rank writes into its part of v.
+
+    Linear where the value is zero.
+    """
     x, index = op.tensors
     ndim = len(x.shape)
+    if not ndim or len(index.shape) != ndim:
+        return _unsplit(op)
     dim = op.arg("dim") % ndim
     same = [f"d{i}" if x.shape[i] == index.shape[i] else "_" for i in range(ndim)]
     left, right = list(same), list(same)
     left[dim], right[dim] = "v", "_"
     texts = " ".join(left), " ".join(right)
-    return einsum(op, f"{texts[0]}, {texts[1]} -> {texts[0]}", local={"v": "masked_write"})
+    linear = ((0,),) if op.arg("value") == 0 else ()
+    return einsum(op, f"{texts[0]}, {texts[1]} -> {texts[0]}", linear=linear, local={"v": "masked_write"})
 
 
 @rule(
@@ -75,6 +83,8 @@ def scatter_add(op: OpCall) -> Signature:
     """
     x, index, source = op.tensors
     ndim = len(x.shape)
+    if not ndim or len(index.shape) != ndim:
+        return _unsplit(op)
     dim = op.arg("dim") % ndim
     same = [f"d{i}" if x.shape[i] == index.shape[i] == source.shape[i] else "_" for i in range(ndim)]
     left, right = list(same), list(same)
@@ -100,6 +110,12 @@ def index(op: OpCall) -> Signature:
     out = " ".join([*kept[:first], *names, *kept[first:]]) or "."
     others = "".join(f", {_broadcast(names, spec)}" for spec in index_specs)
     return einsum(op, f"{left}{others} -> {out}", linear=((0,),))
+
+
+def _unsplit(op: OpCall) -> Signature:
+    """Numbers without dims, and empty indices of any shape: nothing to split."""
+    operands, results = (tuple(((),) * len(spec.shape) for spec in specs) for specs in (op.tensors, op.out))
+    return Signature(operands, results, {})
 
 
 def _broadcast(names: list[str], spec: TensorSpec) -> str:

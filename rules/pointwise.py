@@ -15,18 +15,31 @@ aten = torch.ops.aten
 
 
 @rule(
-    aten.abs.default, aten.reciprocal.default, aten.pow.Tensor_Scalar, aten.rsqrt.default, aten.sqrt.default,
+    aten.abs.default, aten.reciprocal.default, aten.rsqrt.default, aten.sqrt.default,
     aten.exp.default, aten.exp2.default, aten.log.default, aten.log2.default, aten.cos.default, aten.sin.default,
     aten.tanh.default, aten.sigmoid.default, aten.silu.default, aten.gelu.default, aten.relu.default,
     aten.erf.default, aten.isnan.default, aten.isinf.default, aten.logical_not.default, aten.bitwise_not.default,
     aten.eq.Scalar, aten.ne.Scalar, aten.lt.Scalar, aten.le.Scalar, aten.gt.Scalar, aten.ge.Scalar,
     aten.eq.Tensor, aten.ne.Tensor, aten.lt.Tensor, aten.le.Tensor, aten.gt.Tensor, aten.ge.Tensor,
     aten.bitwise_and.Tensor, aten.bitwise_or.Tensor, aten.logical_and.default, aten.logical_or.default,
-    aten.maximum.default, aten.minimum.default, aten.pow.Tensor_Tensor, aten.add.Scalar, aten.sub.Scalar,
-    aten.rsub.Scalar, aten.sign.default,
+    aten.maximum.default, aten.minimum.default, aten.pow.Tensor_Tensor, aten.rsub.Scalar,
+    aten.sign.default, aten.bitwise_and.Scalar, aten.bitwise_left_shift.Tensor_Scalar,
+    aten.bitwise_right_shift.Tensor_Scalar,
 )  # fmt: skip
 def nonlinear(op: OpCall) -> Signature:
     return pointwise(op)
+
+
+@rule(aten.add.Scalar, aten.sub.Scalar)
+def add_scalar(op: OpCall) -> Signature:
+    """Linear where nothing is added; every rank would add another number."""
+    return pointwise(op, linear=((0,),) if op.arg("other") == 0 else ())
+
+
+@rule(aten.pow.Tensor_Scalar)
+def power(op: OpCall) -> Signature:
+    """Linear where the exponent is 1."""
+    return pointwise(op, linear=((0,),) if op.arg("exponent") == 1 else ())
 
 
 @rule(

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from ..graph import ABSENT
 from .language import OpCall, Signature, einsum, reduction, rule
 
 aten = torch.ops.aten
@@ -34,7 +35,7 @@ def mean(op: OpCall) -> Signature:
     return reduction(op, dims, linear=((0,),), local=local)
 
 
-@rule(aten.amax.default)
+@rule(aten.amax.default, left_out={r"P\(sum\) -> P\(sum\)": "over dims of size 1: a copy"})
 def amax(op: OpCall) -> Signature:
     return reduction(op, op.arg("dim"), kind="M", monotone=(0,), makes_own=True)
 
@@ -47,19 +48,18 @@ def max_all(op: OpCall) -> Signature:
 @rule(aten.cumsum.default)
 def cumsum(op: OpCall) -> Signature:
     """The dim that is summed along stays whole."""
-    dim = op.arg("dim") % len(op.tensors[0].shape)
+    dim = op.arg("dim") % max(len(op.tensors[0].shape), 1)
     signature = reduction(op, [dim], linear=((0,),))
     names = tuple(() if i == dim else name for i, name in enumerate(signature.operands[0]))
     sizes = {atom: size for atom, size in signature.sizes.items() if atom not in signature.reduced}
     return Signature((names,), (names,), sizes, linear=((0,),))
 
 
-@rule(aten._softmax.default, aten._log_softmax.default)
+@rule(aten._softmax.default, aten._log_softmax.default, aten._safe_softmax.default)
 def softmax(op: OpCall) -> Signature:
     """The dim that is normalised stays whole."""
-    ndim = len(op.tensors[0].shape)
-    dim = op.arg("dim") % ndim
-    names = tuple(() if i == dim or size == 1 else (f"d{i}",) for i, size in enumerate(op.tensors[0].shape))
+    dim = op.arg("dim") % max(len(op.tensors[0].shape), 1)
+    names = tuple(() if i == dim or size <= 1 else (f"d{i}",) for i, size in enumerate(op.tensors[0].shape))
     sizes = {f"d{i}": size for i, size in enumerate(op.tensors[0].shape) if i != dim and size > 1}
     return Signature(tuple(names for _ in op.tensors), (names,), sizes)
 
@@ -94,5 +94,5 @@ def layer_norm_backward(op: OpCall) -> Signature:
     inner = "_ " * normalised
     rows = f"{outer} {inner}"
     weights = "".join(f", {inner}" for _ in op.tensors[4:])
-    results = ", ".join(rows if len(spec.shape) == ndim else inner for spec in op.out)
+    results = ", ".join("_" if spec is ABSENT else rows if k == 0 else inner for k, spec in enumerate(op.out))
     return einsum(op, f"{rows}, {rows}, {rows}, {rows}{weights} -> {results}", linear=((0,),))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from .language import OpCall, Signature, moved, regrouped, rule
+from .language import OpCall, Signature, einsum, moved, rule
+from .regroup import regrouped
 
 aten = torch.ops.aten
 
-CUT = {r"S\(1\) -> S\(1\)": "a step that fits each half, or a slice of everything"}
+CUT = {r"S\((.)\) -> S\(\1\)": "a step that fits each part, or a slice of everything"}
 
 
 @rule(
@@ -21,6 +22,17 @@ def view(op: OpCall) -> Signature:
     return regrouped(op)
 
 
+@rule(aten.view.dtype)
+def view_dtype(op: OpCall) -> Signature:
+    """The same bytes as another dtype, of which `r` narrow elements make a wide one; bits are no parts of a sum."""
+    before, after = op.tensors[0].dtype.itemsize, op.out[0].dtype.itemsize
+    ratio = max(before, after) // min(before, after)
+    *outer, last = [f"d{i}" for i in range(len(op.out[0].shape))] or ["."]
+    wide, narrow = " ".join([*outer, last]), " ".join([*outer, last if ratio == 1 else f"({last} r)"])
+    text = f"{wide} -> {narrow}" if before > after else f"{narrow} -> {wide}"
+    return einsum(op, text, sizes={"r": ratio}, whole=("r",))
+
+
 @rule(aten.t.default)
 def t(op: OpCall) -> Signature:
     return moved(op, tuple(reversed(range(len(op.tensors[0].shape)))))
@@ -30,8 +42,9 @@ def t(op: OpCall) -> Signature:
 def transpose(op: OpCall) -> Signature:
     ndim = len(op.tensors[0].shape)
     order = list(range(ndim))
-    a, b = op.arg("dim0") % ndim, op.arg("dim1") % ndim
-    order[a], order[b] = b, a
+    if ndim:
+        a, b = op.arg("dim0") % ndim, op.arg("dim1") % ndim
+        order[a], order[b] = b, a
     return moved(op, order)
 
 
@@ -54,7 +67,7 @@ def squeeze(op: OpCall) -> Signature:
     gone = set(range(len(shape)))
     if op.op is not aten.squeeze.default:
         dims = op.arg("dim")
-        gone = {d % len(shape) for d in (dims if isinstance(dims, tuple) else (dims,))}
+        gone = {d % max(len(shape), 1) for d in (dims if isinstance(dims, tuple) else (dims,))}
     return moved(op, [i for i, size in enumerate(shape) if not (i in gone and size == 1)])
 
 
@@ -71,7 +84,7 @@ def expand(op: OpCall) -> Signature:
 
 @rule(
     aten.repeat.default,
-    left_out={r"R -> S\(0\)": "a longer dim that is repeated: needs as many repeats as ranks"},
+    left_out={r"R -> S\(.\)": "a longer dim that is repeated: needs as many repeats as ranks"},
 )
 def repeat(op: OpCall) -> Signature:
     """A dim of size 1 that is repeated may be split as in `expand`; one that is longer stays whole."""
@@ -110,12 +123,12 @@ def pad(op: OpCall) -> Signature:
     ndim, widths = len(op.tensors[0].shape), op.arg("pad")
     padded = [ndim - 1 - i for i in range(len(widths) // 2) if widths[2 * i] or widths[2 * i + 1]]
     signature = _rewritten(op, *padded)
-    if op.arg("value") in (0, None):
+    if op.arg("value") in (0, None) or not padded:
         return signature
     return Signature(signature.operands, signature.results, signature.sizes)
 
 
-@rule(aten.cat.default, left_out={r"S\(0\) -> S\(0\)": "one tensor joined with nothing"})
+@rule(aten.cat.default, left_out={r"S\((.)\) -> S\(\1\)": "one tensor joined with nothing"})
 def cat(op: OpCall) -> Signature:
     """The dim that is joined stays whole; partial sums pass where every part is one."""
     shape = op.out[0].shape
@@ -123,10 +136,15 @@ def cat(op: OpCall) -> Signature:
     names = tuple((f"d{i}",) if size > 1 and i != dim else () for i, size in enumerate(shape))
     sizes = {f"d{i}": size for i, size in enumerate(shape) if size > 1 and i != dim}
     every = tuple(range(len(op.tensors)))
-    return Signature(tuple(names for _ in every), (names,), sizes, linear=(every,), monotone=every)
+    operands = tuple(((),) if spec.shape == (0,) else names for spec in op.tensors)  # (0,) joins with any shape
+    return Signature(operands, (names,), sizes, linear=(every,), monotone=every)
 
 
-@rule(aten.split.Tensor, aten.split_with_sizes.default)
+@rule(
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    left_out={r"S\((.)\) -> S\(\1\)": "one piece: nothing is cut"},
+)
 def split_(op: OpCall) -> Signature:
     """The dim that is cut stays whole."""
     ndim = len(op.tensors[0].shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -31,6 +32,9 @@ _ROUNDED = (
     aten.mean.dim, aten.native_layer_norm.default, aten.native_layer_norm_backward.default, aten.exp.default,
     ops.attention.default, ops.attention_backward.default, aten.tanh.default, aten.cos.default, aten.sin.default,
     aten.rsqrt.default, aten.log.default, aten.log2.default, aten.exp2.default, aten.silu_backward.default,
+    aten.gelu_backward.default, aten.tanh_backward.default, aten.convolution.default, aten.convolution_backward.default,
+    ops.biased_attention.default, ops.biased_attention_backward.default, ops.capped_attention.default,
+    ops.capped_attention_backward.default,
 )  # fmt: skip
 
 
@@ -58,7 +62,7 @@ def sample_of(call: OpCall) -> Sample:
 
     args = filled(call.args)
     kwargs = tuple((name, filled(value)) for name, value in call.kwargs)
-    is_rounded = call.op in _ROUNDED or (call.op is aten.mul.Tensor and len(call.tensors) == 1)
+    is_rounded = call.op in _ROUNDED or (call.op in (aten.mul.Tensor, aten.div.Tensor) and len(call.tensors) == 1)
     is_low = any(spec.dtype == torch.bfloat16 for spec in call.out)
     tolerance = (0.05 if is_low else 1e-5) if is_rounded else 0.0
     return Sample(call.op, args, kwargs, rtol=tolerance, atol=tolerance)
@@ -74,20 +78,33 @@ def _values(spec: TensorSpec, number: int, call: OpCall) -> torch.Tensor:
     elif spec.dtype.is_floating_point:
         values = torch.randint(-most, most + 1, spec.shape, generator=generator).to(torch.float32)
     else:
-        rows = [s.shape[0] for s in call.tensors if s.shape and s.dtype != spec.dtype]
-        values = torch.randint(0, min([VOCAB, *rows]), spec.shape, generator=generator)
+        values = torch.randint(0, min([VOCAB, *_rows_read(call, spec)]), spec.shape, generator=generator)
     return laid_out(values.to(spec.dtype), spec.stride)
+
+
+def _rows_read(call: OpCall, index: TensorSpec) -> list[int]:
+    """Sizes that an index must stay below: of the dims it reads, or of the table beside it."""
+    if call.op is aten.gather.default:
+        return [call.tensors[0].shape[call.arg("dim")]]
+    if call.op is aten.index.Tensor:
+        return list(call.tensors[0].shape)
+    return [spec.shape[0] for spec in call.tensors if spec.shape and spec.dtype != index.dtype]
 
 
 def in_float32(graph: Graph) -> Graph:
     """The graph with every bfloat16 a float32, so that what is left of rounding is float8's."""
+    return retyped(graph, {torch.bfloat16: torch.float32})
+
+
+def retyped(graph: Graph, dtypes: Mapping[torch.dtype, torch.dtype]) -> Graph:
+    """The graph with dtypes in place of others, wherever they stand."""
 
     def wide(value: Any) -> Any:
         if isinstance(value, TensorSpec):
             return TensorSpec(value.shape, value.stride, wide(value.dtype))
         if isinstance(value, tuple):
             return tuple(map(wide, value))
-        return torch.float32 if value is torch.bfloat16 else value
+        return dtypes.get(value, value) if isinstance(value, torch.dtype) else value
 
     nodes = [
         replace(

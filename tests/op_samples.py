@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 from autoparallel_fp8.rules import rule_ops
+from grouped_samples import grouped_samples
+from mx_samples import mx_mm_samples, shift_samples, to_mx_samples
+from scaled_samples import scaled_samples
 from split_ops import Sample
 from torch import Tensor
 
@@ -109,7 +112,7 @@ def pairs() -> list[tuple[Any, Any]]:
     x = numbers(12, 8)
     return [
         (x, numbers(12, 8, high=3)), (x, numbers(8)), (numbers(4, 1, 6), numbers(12, 1)), (x, numbers()),
-        (numbers(12, 8, order="T"), x), (x, x), (numbers(), x),
+        (numbers(12, 8, high=2, order="T"), x), (x, x), (numbers(), x),
         (numbers(12, 4, dtype=BF16), numbers(12, 1, dtype=BF16)),
     ]  # fmt: skip
 
@@ -144,7 +147,8 @@ def comparison(op: Any) -> list[Sample]:
     "pow.Tensor_Scalar",
 )
 def with_scalar(op: Any) -> list[Sample]:
-    return [Sample(op, (x, 2)) for x in unary_inputs()]
+    neutral = [Sample(op, (numbers(12, 8), 1 if "pow" in str(op) else 0))] if op is not aten.div.Scalar else []
+    return [*(Sample(op, (x, 2)) for x in unary_inputs()), *neutral]
 
 
 @samples_for("clamp.default", "clamp_min.default", "clamp_max.default")
@@ -234,7 +238,7 @@ def means(op: Any) -> list[Sample]:
 @samples_for("amax.default")
 def maxima(op: Any) -> list[Sample]:
     x, y = distinct(12, 8), distinct(4, 1, 12, low=-99)
-    found = [(x, (0,)), (x, (-1,), True), (y, (0, 2)), (y, ()), (distinct(12, 8, order="T"), (1,), True)]
+    found = [(x, (0,)), (x, (-1,), True), (y, (0, 2)), (y, (1,)), (y, ()), (distinct(12, 8, order="T"), (1,), True)]
     return [Sample(op, args) for args in found]
 
 
@@ -258,6 +262,13 @@ def softmax(op: Any) -> list[Sample]:
         Sample(op, (x, dim, False), rtol=1e-5)
         for x, dim in ((numbers(12, 8), -1), (numbers(4, 1, 12), 0), (numbers(12, 8, order="T"), 1))
     ]
+
+
+@samples_for("_safe_softmax.default")
+def safe_softmax(op: Any) -> list[Sample]:
+    """A row in which everything is masked gives zeros."""
+    x = numbers(12, 8).masked_fill(torch.arange(12)[:, None] == 3, -torch.inf)
+    return [Sample(op, (x, -1), rtol=1e-5), Sample(op, (numbers(4, 1, 12), 0), rtol=1e-5)]
 
 
 @samples_for("_softmax_backward_data.default", "_log_softmax_backward_data.default")
@@ -292,6 +303,14 @@ def views(op: Any) -> list[Sample]:
     found = [Sample(op, (numbers(*a), b)) for a, b in moves]
     swapped = numbers(12, 8, order="T")
     return [*found, Sample(op, (swapped, (12, 2, 4)))]
+
+
+@samples_for("view.dtype")
+def views_as_another_dtype(op: Any) -> list[Sample]:
+    calls = [(numbers(12, 8), torch.int32), (numbers(4, 6, 4, dtype=E4M3), torch.uint8), (numbers(low=3), torch.int32)]
+    calls += [(numbers(12, 8, high=2**23), BF16), (numbers(12, 8, dtype=BF16), F32)]
+    calls += [(numbers(12, 2, dtype=BF16), torch.int32), (numbers(12, 8, order="T"), torch.int32)]
+    return [Sample(op, call) for call in calls]
 
 
 @samples_for("t.default")
@@ -395,7 +414,7 @@ def cats(op: Any) -> list[Sample]:
 
 @samples_for("split.Tensor")
 def split(op: Any) -> list[Sample]:
-    return [Sample(op, (numbers(12, 8), 4, 0)), Sample(op, (numbers(12, 8), 3, -1))]
+    return [Sample(op, (numbers(12, 8), size, dim)) for size, dim in ((4, 0), (3, -1), (12, 0))]
 
 
 @samples_for("split_with_sizes.default")
@@ -467,7 +486,8 @@ def gather(op: Any) -> list[Sample]:
 def scatter(op: Any) -> list[Sample]:
     index = numbers(12, 2, dtype=torch.int64, low=0, high=23)
     return [Sample(op, (numbers(12, 24), 1, index, 9.0)), Sample(op, (numbers(12, 24), -1, index[:6].clone(), -1)),
-            Sample(op, (numbers(24, 12), 0, index.t().contiguous(), 7.0))]  # fmt: skip
+            Sample(op, (numbers(24, 12), 0, index.t().contiguous(), 7.0)),
+            Sample(op, (numbers(12, 24), 1, index, 0))]  # fmt: skip
 
 
 @samples_for("scatter_add.default")
@@ -556,4 +576,73 @@ def _attention_backward() -> list[Sample]:
     return found
 
 
-_MAKERS += [_attention, _attention_backward]
+def _dropout() -> list[Sample]:
+    """Scales 2 and 4 are exact; 1 / 0.9 rounds each part of a sum."""
+    op, exact = ops.dropout.default, ((0.5, 7), (0.75, 2**62 + 3), (0.5, -1), (0.75, 0), (0.5, 11))
+    found = [Sample(op, (x, p, torch.tensor(seed), 3)) for x, (p, seed) in zip(unary_inputs(), exact, strict=True)]
+    cubes = [numbers(4, 6, 8), numbers(4, 12, 2, dtype=BF16).transpose(0, 1)]
+    found += [Sample(op, (x, 0.5, torch.tensor(1), 0)) for x in cubes]
+    ends = [Sample(op, (numbers(12, 4), p, torch.tensor(5), 1)) for p in (0.0, 1.0)]
+    return [*found, *ends, Sample(op, (numbers(12, 8), 0.1, torch.tensor(5), 1), rtol=1e-6, atol=1e-6)]
+
+
+_MAKERS += [_attention, _attention_backward, _dropout]
+_MAKERS += [to_mx_samples, mx_mm_samples, shift_samples]
+
+
+@samples_for("convolution.default")
+def convolution(op: Any) -> list[Sample]:
+    """Patches and overlapping windows, in one to three dims, grouped and transposed."""
+    patches = Sample(op, (numbers(4, 6, 8, 8), numbers(8, 6, 2, 4, high=2), None, *_windows((2, 4))))
+    biased = Sample(op, (numbers(4, 4, 12, 4), numbers(6, 4, 3, 2, high=2), numbers(6), *_windows((3, 2))))
+    overlapping = Sample(op, (numbers(4, 6, 8), numbers(8, 6, 3, high=2), None, *_windows((1,), (1,))))
+    grouped = Sample(op, (numbers(4, 6, 8), numbers(6, 3, 2, high=2), numbers(6), *_windows((1,), groups=2)))
+    transposed = numbers(6, 4, 2, 2, high=2), None, *_windows((2, 2), is_transposed=True)
+    deep = Sample(op, (numbers(2, 4, 4, 4, 4), numbers(4, 4, 2, 2, 2, high=2), None, *_windows((2, 2, 2))))
+    return [patches, biased, overlapping, Sample(op, (numbers(4, 6, 4, 4), *transposed)), grouped, deep]
+
+
+@samples_for("convolution_backward.default")
+def convolution_gradients(op: Any) -> list[Sample]:
+    x, weight = numbers(4, 6, 8, 8), numbers(8, 6, 2, 4, high=2)
+    grad = numbers(4, 8, 4, 2, high=3)
+    masks = [(True, True, False), (False, True, False), (True, False, False), (True, True, True)]
+    found = [Sample(op, (grad, x, weight, (8,), *_windows((2, 4)), mask)) for mask in masks]
+    line, kernel = numbers(4, 6, 8), numbers(8, 6, 3, high=2)
+    return [
+        *found,
+        Sample(op, (numbers(2, 4, 1, 1), numbers(2, 3, 4, 4), numbers(4, 3, 4, 4), (4,), *_windows((1, 1)), masks[3])),
+        Sample(op, (numbers(4, 8, 8, high=3), line, kernel, (8,), *_windows((1,), (1,)), masks[0])),
+        Sample(op, (numbers(4, 4, 8, 8), numbers(4, 6, 4, 4), numbers(6, 4, 2, 2, high=2), None,
+                    *_windows((2, 2), is_transposed=True), masks[0])),
+        Sample(op, (numbers(4, 6, 7), line, numbers(6, 3, 2, high=2), (6,), *_windows((1,), groups=2), masks[0])),
+    ]  # fmt: skip
+
+
+def _windows(stride: Any, padding: Any = None, *, is_transposed: bool = False, groups: int = 1) -> tuple[Any, ...]:
+    """A convolution's arguments from stride on."""
+    zeros = (0,) * len(stride)
+    return stride, padding or zeros, (1,) * len(stride), is_transposed, zeros, groups
+
+
+def _scored_attention() -> list[Sample]:
+    found = []
+    for heads, (mask, is_causal) in zip((4, 2, 8, 4, 8, 4), attention_masks(), strict=True):
+        args = (*attention_inputs(heads, mask, is_causal), None, 2.0)
+        found.append(_with_gradients(ops.capped_attention, ops.capped_attention_backward, args))
+        if mask is not None and mask.dtype == F64:
+            args = attention_inputs(heads, mask, True)
+            found.append(_with_gradients(ops.biased_attention, ops.biased_attention_backward, args))
+            found.append(_with_gradients(ops.biased_attention, ops.biased_attention_backward, (*args[:4], False)))
+    return [sample for both in found for sample in both]
+
+
+def _with_gradients(forward: Any, backward: Any, args: tuple[Any, ...]) -> tuple[Sample, Sample]:
+    out, logsumexp = forward.default(*args)
+    grad = numbers(*out.shape, dtype=F64)
+    made = Sample(backward.default, (grad, *args[:3], out, logsumexp, *args[3:]), rtol=1e-9, atol=1e-5)
+    return Sample(forward.default, args, rtol=1e-12, atol=1e-6), made
+
+
+_MAKERS += [_scored_attention]
+_MAKERS[:0] = [scaled_samples, grouped_samples]  # first, so that all their reasons for missing rows are met

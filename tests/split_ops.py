@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from autoparallel_fp8.rules import OpCall, OwnScales, Signature, find_rule, partial_kinds, rows
+from autoparallel_fp8.rules import AxisRow, OpCall, OwnScales, Signature, find_rule, partial_kinds, rows
+from autoparallel_fp8.rules.check import apply_rule
+from autoparallel_fp8.rules.language import Rule
 from torch import Tensor
 
 from autoparallel_fp8.capture.rewrite import same_layout
-from autoparallel_fp8.expansion import Kind, Option, format_option, local_specs, products
+from autoparallel_fp8.expansion import Kind
 from autoparallel_fp8.factors import factorize
-from autoparallel_fp8.graph import ABSENT, Graph, Node, Ref, TensorSpec
-from autoparallel_fp8.layout import Layout, P, R
+from autoparallel_fp8.graph import ABSENT, Graph, Node, Ref, TensorSpec, map_refs
+from autoparallel_fp8.layout import Factors, Layout, P, R
 from autoparallel_fp8.lower import local_call
 from autoparallel_fp8.parts import coordinates, index_along, parts
+from autoparallel_fp8.products import Option, format_option, local_specs, products
 from autoparallel_fp8.shards import same_bits, shard, unshard
+from autoparallel_fp8.simulate_plan import with_stand_ins
 
 aten = torch.ops.aten
 
@@ -30,6 +34,7 @@ class Sample:
         op, args, kwargs: the call; sequences are tuples.
         rtol, atol: how far the split op may be off; 0 where arithmetic is exact.
         is_filled: False where the op leaves its result as memory was; then nothing but its form is held.
+        stand_in: what runs in place of an op that has no CPU kernel.
     """
 
     op: Any
@@ -38,13 +43,14 @@ class Sample:
     rtol: float = 0.0
     atol: float = 0.0
     is_filled: bool = True
+    stand_in: Any = None
 
     def tensors(self) -> list[Tensor]:
         return tensors_in((*self.args, *(value for _, value in self.kwargs)))
 
     def run(self) -> tuple[Any, ...]:
         args = [list(v) if isinstance(v, tuple) else v for v in self.args]
-        made = self.op(*args, **{k: list(v) if isinstance(v, tuple) else v for k, v in self.kwargs})
+        made = (self.stand_in or self.op)(*args, **{k: list(v) if isinstance(v, tuple) else v for k, v in self.kwargs})
         return tuple(made) if isinstance(made, (tuple, list)) else (made,)
 
 
@@ -72,38 +78,67 @@ def call_of(sample: Sample) -> OpCall:
     return OpCall(sample.op, args, kwargs, reads, tuple(spec_of(t) for t in sample.run()))
 
 
-def kind_of(sample: Sample, sizes: tuple[int, ...], *, halved: bool = False) -> Kind:
-    """All options of the call on a mesh, own scales and every partial operand included.
+@dataclass(frozen=True)
+class Ways:
+    """What one axis may do to a call, whatever its size: own scales and every partial operand included.
+
+    Attributes:
+        call: as rules see it.
+        signature: refined to the factors of the call's tensors.
+        reads, makes: factors of the tensors.
+        axis_rows: rows whose partial operands are possible in their dtypes.
+    """
+
+    call: OpCall
+    signature: Signature
+    reads: tuple[Factors, ...]
+    makes: tuple[Factors, ...]
+    axis_rows: tuple[AxisRow, ...]
+
+    def kind(self, sizes: tuple[int, ...]) -> Kind:
+        """All options of the call on a mesh with axes of these sizes."""
+        options = tuple(products(self.signature, self.axis_rows, self.reads, self.makes, sizes))
+        return Kind(0, str(self.call.op), self.call, self.reads, self.makes, options, ())
+
+
+def ways_of(sample: Sample, *, halved: bool = False, rule: Rule | None = None) -> Ways:
+    """What one axis may do to the call.
 
     Args:
         sample: the call.
-        sizes: of the mesh axes.
         halved: a second reader views every dim of even size as (2, half), so that splits may start inside a dim.
+        rule: stands in for the one that is registered.
     """
     call = call_of(sample)
+    rule = rule or find_rule(call.op)
+    assert rule is not None, f"no rule for {call.op}"
     nodes = [Node(f"x{i}", "input", None, (), (), (spec,), "forward") for i, spec in enumerate(call.tensors)]
     numbers = iter(range(len(nodes)))
     args = map_tensors(sample.args, lambda _: Ref(next(numbers)))
     kwargs = tuple((name, map_tensors(value, lambda _: Ref(next(numbers)))) for name, value in sample.kwargs)
     op = Node("op", "op", sample.op, args, kwargs, call.out, "forward")
-    if halved:
-        nodes += [_halving(i, spec) for i, spec in enumerate(call.tensors)]
-    graph = Graph((*nodes, op), ())
-    signatures = [None if n.kind != "op" else find_rule(n.op)(_call(graph, n)) for n in graph.nodes]
-    factors, refined = factorize(graph, signatures)
+    halvings = [_halving(i, spec) for i, spec in enumerate(call.tensors)] if halved else []
+    graph, view = Graph((*nodes, *halvings, op), ()), find_rule(aten.view.default)
+    assert view is not None
+    views = [apply_rule(view, _call(graph, n)) for n in halvings]
+    factors, refined = factorize(graph, [*(None for _ in nodes), *views, apply_rule(rule, call)])
     reads = tuple(factors[Ref(i)] for i in range(len(call.tensors)))
-    makes = tuple(factors[Ref(len(nodes), k)] for k in range(len(call.out)))
+    makes = tuple(factors[Ref(len(graph.nodes) - 1, k)] for k in range(len(call.out)))
     signature = refined[-1]
-    axis_rows = rows(signature, call.out, own_scales=_anywhere(signature))
+    assert signature is not None
     possible = [
         row
-        for row in axis_rows
+        for row in rows(signature, call.out, own_scales=_anywhere(signature))
         if all(
             p.kind not in "PM" or p.kind in partial_kinds(s) for p, s in zip(row.operands, call.tensors, strict=True)
         )
     ]
-    options = tuple(products(signature, tuple(possible), reads, makes, sizes))
-    return Kind(0, str(sample.op), call, reads, makes, options, ())
+    return Ways(call, signature, reads, makes, tuple(possible))
+
+
+def kind_of(sample: Sample, sizes: tuple[int, ...], *, halved: bool = False, rule: Rule | None = None) -> Kind:
+    """All options of the call on a mesh; see `ways_of`."""
+    return ways_of(sample, halved=halved, rule=rule).kind(sizes)
 
 
 def _anywhere(signature: Signature) -> OwnScales:
@@ -120,8 +155,6 @@ def _halving(number: int, spec: TensorSpec) -> Node:
 
 
 def _call(graph: Graph, node: Node) -> OpCall:
-    from autoparallel_fp8.graph import map_refs
-
     kwargs = tuple((name, map_refs(value, graph.spec)) for name, value in node.kwargs)
     return OpCall(node.op, map_refs(node.args, graph.spec), kwargs, tuple(map(graph.spec, node.reads())), node.outputs)
 
@@ -153,20 +186,18 @@ class OnRanks:
         self.sample, self.kind, self.sizes = sample, kind, sizes
         self.wholes, self.reference = sample.tensors(), sample.run()
         self.places = coordinates(sizes)
+        rule = find_rule(sample.op)
+        self.undoes_scales = rule is not None and bool(rule(kind.call).scaled)
         self._shards: dict[tuple[int, Layout], list[Tensor]] = {}
 
     def what_is_wrong(self, option: Option) -> str:
-        own = [a for a in range(len(self.sizes)) if any(p[a].kind == "V" for p in (*option.operands, *option.results))]
-        if self.sample.op is aten._scaled_mm.default and any(
-            p.kind == "F" for layout in option.operands for p in layout
-        ):
-            return self._check_scaled_mm(option)
+        placed = [(p.kind, a) for layout in (*option.operands, *option.results) for a, p in enumerate(layout)]
+        own = sorted({a for kind, a in placed if kind in "FV"})
         if any(p.kind == "Q" for layout in option.operands for p in layout):
             return ""  # a product with each rank's own scales of what a GEMM left: whole plans hold it
-        if own:
-            is_exact = self.sample.is_filled and not self.sample.rtol
-            return self._check_own(option, own) if is_exact else ""
-        return self._check_plain(option)
+        if own and self.undoes_scales:
+            return self._check_undone(option)
+        return self._check_own(option, own) if own else self._check_plain(option)
 
     def shards(self, number: int, layout: Layout) -> list[Tensor]:
         """Of an operand."""
@@ -178,10 +209,10 @@ class OnRanks:
 
     def run(self, option: Option, operands: Sequence[Sequence[Tensor]]) -> list[tuple[Any, ...]]:
         """Results of every rank, given each operand's local tensors."""
-        return [
-            local_call(self.kind, option, self.sizes, coordinate).run([shards[rank] for shards in operands])
-            for rank, coordinate in enumerate(self.places)
-        ]
+        calls = [local_call(self.kind, option, self.sizes, coordinate) for coordinate in self.places]
+        if self.sample.stand_in is not None:
+            calls = [with_stand_ins(c, lambda op: self.sample.stand_in if op is self.sample.op else op) for c in calls]
+        return [call.run([shards[rank] for shards in operands]) for rank, call in enumerate(calls)]
 
     def _check_plain(self, option: Option) -> str:
         kind, sizes = self.kind, self.sizes
@@ -203,9 +234,14 @@ class OnRanks:
     # ---- each rank's own scales ----
 
     def _check_own(self, option: Option, own: list[int]) -> str:
-        """Ranks have different scales along the own axes: hold them against the op with each of these scales."""
+        """Ranks have different scales along the own axes: hold them against the op with each of these scales.
+
+        A frozen operand is scaled already. What is neither frozen nor a scale must not show any rank's scale.
+        """
+        if not self.sample.is_filled:
+            return ""
         numbers = [index_along(own, self.sizes, c) for c in self.places]
-        is_made = all(p.kind != "V" for layout in option.operands for p in layout)
+        is_made = all(p.kind not in "FV" for layout in option.operands for p in layout)
         variants = [self._variant(option, k) for k in range(max(numbers) + 1)]
         operands = []
         for i, layout in enumerate(option.operands):
@@ -214,28 +250,50 @@ class OnRanks:
         made = self.run(option, operands)
         for number, variant in enumerate(variants):
             ranks = [rank for rank, n in enumerate(numbers) if n == number]
-            tensors = iter([self._seen_by(ranks, operands[0], option)] if is_made else variant)
-            sample = self.sample
-            whole = Sample(sample.op, map_tensors(sample.args, lambda _, t=tensors: next(t)), sample.kwargs).run()
-            for k, result in enumerate(whole):
-                factors, layout = self.kind.result_factors[k], without_own(option.results[k])
-                mixed = shard(result, factors, layout, self.sizes)
-                for rank in ranks:
-                    mixed[rank] = made[rank][k]
-                if not same_bits(unshard(mixed, factors, layout, self.sizes, tuple(result.shape)), result):
-                    return f"result {k} of the ranks with scale {number} is wrong"
+            seen = [self._seen_by(ranks, operands[0], option)] if is_made else variant
+            for k, result in enumerate(self._called_on(seen)):
+                if wrong := self._differs(option, made, k, ranks, result):
+                    return f"{wrong} on the ranks with scale {number}"
         return ""
 
+    def _differs(
+        self, option: Option, made: list[tuple[Any, ...]], k: int, ranks: list[int], scaled_result: Any
+    ) -> str:
+        """Whether result k of these ranks is not what it should be with their scale."""
+        is_own = any(p.kind in "FV" for p in option.results[k])
+        whole = scaled_result if is_own else self.reference[k]
+        factors, layout = self.kind.result_factors[k], without_own(option.results[k])
+        if whole is None:
+            return ""
+        wanted = shard(whole, factors, layout, self.sizes)
+        if not any(p.kind in "PM" for p in layout):
+            is_good = all(agree(made[rank][k], wanted[rank], self.sample) for rank in ranks)
+        elif self.sample.rtol:
+            return ""  # parts of a sum that are rounded differ from replica to replica; exact samples hold them
+        else:
+            for rank in ranks:
+                wanted[rank] = made[rank][k]
+            is_good = agree(unshard(wanted, factors, layout, self.sizes, tuple(whole.shape)), whole, self.sample)
+        return "" if is_good else f"result {k} is wrong"
+
+    def _called_on(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+        """The op on these whole tensors."""
+        sample, left = self.sample, iter(tensors)
+        args = map_tensors(sample.args, lambda _: next(left))
+        kwargs = tuple((name, map_tensors(value, lambda _: next(left))) for name, value in sample.kwargs)
+        return replace(sample, args=args, kwargs=kwargs).run()
+
     def _variant(self, option: Option, number: int) -> list[Tensor]:
-        """The operands, own ones scaled so that every rank along the own axes has another."""
+        """The operands, own and frozen ones scaled so that every rank along the own axes has another."""
         return [
-            scaled(x, number) if any(p.kind == "V" for p in layout) else x
+            scaled(x, number) if any(p.kind in "FV" for p in layout) else x
             for x, layout in zip(self.wholes, option.operands, strict=True)
         ]
 
     def _seen_by(self, ranks: list[int], shards: list[Tensor], option: Option) -> Tensor:
         """The operand of a maximum as these ranks together see it: nothing elsewhere."""
-        seen = torch.full_like(self.wholes[0], -torch.inf)
+        whole = self.wholes[0]
+        seen = torch.full_like(whole, least(whole.dtype))
         for rank in ranks:
             where = parts(self.kind.operand_factors[0], option.operands[0], self.sizes, self.places[rank])
             index = [p.positions() if p.factors else range(n) for p, n in zip(where, seen.shape, strict=True)]
@@ -243,25 +301,21 @@ class OnRanks:
             seen[place] = torch.maximum(seen[place], shards[rank])
         return seen
 
-    def _check_scaled_mm(self, option: Option) -> str:
-        """The product of what every rank undoes its own scaling of, in float64."""
-        sizes, factors = self.sizes, self.kind.operand_factors
-        operands = []
+    def _check_undone(self, option: Option) -> str:
+        """A GEMM of frozen data with each rank's own scales: it undoes the scaling, or leaves that to what follows."""
+        operands, undone = [], [0] * len(self.places)
         for i, layout in enumerate(option.operands):
-            axes = [a for a, p in enumerate(layout) if p.kind == "V"]
-            cut = self.shards(i, without_own(layout))
-            operands.append([scaled(t, index_along(axes, sizes, c)) for t, c in zip(cut, self.places, strict=True)])
-        dequantised = []
-        for data, scale in ((0, 2), (1, 3)):
-            local = [d.double() * s.double() for d, s in zip(operands[data], operands[scale], strict=True)]
-            shape = tuple(self.wholes[data].shape)
-            dequantised.append(unshard(local, factors[data], option.operands[data], sizes, shape))
-        made = [r[0].double() for r in self.run(option, operands)]
-        wanted = torch.mm(*dequantised)
-        wanted = wanted + self.wholes[4].double() if len(self.wholes) == 5 else wanted
-        layout = tuple(P if p.kind == "Q" else p for p in option.results[0])
-        found = unshard(made, self.kind.result_factors[0], layout, sizes, tuple(wanted.shape))
-        return "" if same_bits(found, wanted) else f"off by {(found - wanted).abs().max()}"
+            own = [a for a, p in enumerate(layout) if p.kind in "FV"]
+            sign = -1 if any(p.kind == "F" for p in layout) else 1
+            numbers = [index_along(own, self.sizes, c) * sign for c in self.places]
+            operands.append([scaled(x, n) for x, n in zip(self.shards(i, without_own(layout)), numbers, strict=True)])
+            undone = [a - n for a, n in zip(undone, numbers, strict=True)]
+        made = [results[0] for results in self.run(option, operands)]
+        if any(p.kind == "Q" for p in option.results[0]):
+            made = [scaled(x, n) for x, n in zip(made, undone, strict=True)]
+        layout, whole = tuple(P if p.kind == "Q" else p for p in option.results[0]), self.reference[0]
+        found = unshard(made, self.kind.result_factors[0], layout, self.sizes, tuple(whole.shape))
+        return "" if agree(found, whole, self.sample) else f"off by {(found.double() - whole.double()).abs().max()}"
 
 
 def without_own(layout: Layout) -> Layout:
@@ -269,14 +323,27 @@ def without_own(layout: Layout) -> Layout:
     return tuple(R if p.kind == "V" else p for p in layout)
 
 
+def least(dtype: torch.dtype) -> float:
+    """Below all else, for a maximum."""
+    if dtype.is_floating_point:
+        return -torch.inf
+    return 0 if dtype == torch.bool else torch.iinfo(dtype).min
+
+
 def scaled(x: Tensor, number: int) -> Tensor:
     """x times a power of two, in its own dtype; booleans as they are."""
-    return x if x.dtype == torch.bool or not number else (x.to(torch.float64) * 2.0**number).to(x.dtype)
+    if x.dtype == torch.bool or not number:
+        return x
+    if not x.dtype.is_floating_point:
+        return x * 2**number
+    return (x.to(torch.float64) * 2.0**number).to(x.dtype)
 
 
 def fits(local: Tensor, wanted: TensorSpec, whole: TensorSpec) -> bool:
     """Whether a local result has the shape, dtype and memory order that the layout says."""
     found = spec_of(local)
+    if not whole.numel:
+        return (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
     is_dense = sum((size - 1) * step for size, step in zip(whole.shape, whole.stride, strict=True)) + 1 == whole.numel
     return same_layout(found, wanted) or (not is_dense and (found.shape, found.dtype) == (wanted.shape, wanted.dtype))
 
@@ -284,6 +351,8 @@ def fits(local: Tensor, wanted: TensorSpec, whole: TensorSpec) -> bool:
 def agree(found: Tensor, whole: Tensor, sample: Sample) -> bool:
     if not sample.rtol and not sample.atol:
         return same_bits(found, whole)
+    if found.shape != whole.shape or found.dtype != whole.dtype:
+        return False
     found, whole = found.double(), whole.double()
     atol = sample.atol * max(1.0, float(whole.nan_to_num(0, 0, 0).abs().max()) if whole.numel() else 0.0)
     return torch.allclose(found, whole, rtol=sample.rtol, atol=atol, equal_nan=True)

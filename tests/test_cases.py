@@ -105,7 +105,7 @@ class TestStrides:
         space = asked.space()
         number = next(i for i, n in enumerate(space.graph.nodes) if n.op_name == "aten.mm.default")
         kind = space.kind(number)
-        from autoparallel_fp8.expansion import local_specs
+        from autoparallel_fp8.products import local_specs
 
         strides = set()
         for option in kind.options:

@@ -6,7 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from autoparallel_fp8.rules import rule_ops
 
+from autoparallel_fp8 import options
 from autoparallel_fp8.cli import main
 from autoparallel_fp8.models.presets import preset_config
 
@@ -62,15 +65,81 @@ def test_devices_and_rules(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0 and "h100" in out and "3.35 TB/s" in out
     code, out, _ = run(capsys, "devices", "H200")
     assert code == 0 and "bandwidth_bytes_per_s" in out
-    code, out, _ = run(capsys, "rules")
-    assert code == 0 and "aten._scaled_mm.default" in out
+
+
+def test_rules_lists_every_op_with_a_line_about_its_rule(capsys: pytest.CaptureFixture[str]) -> None:
+    """The docstring's first line, or what the rule returns as it is written; as JSON too."""
+    code, out, err = run(capsys, "rules")
+    assert (code, err) == (0, "")
+    lines = dict(line.split(maxsplit=1) for line in out.splitlines()[2:])
+    assert list(lines) == [str(op) for op in rule_ops()]
+    assert lines["aten.mm.default"].startswith("einsum(op, 'm k, k n -> m n'")
+    assert lines["aten.embedding.default"] == "weight[v, d], indices[...] -> out[..., d]."
+    code, out, _ = run(capsys, "rules", "--json")
+    assert code == 0 and json.loads(out) == lines
+
+
+def test_rules_of_one_op(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its schema, the rule as it is written, the kernel's demands; every overload where none is named."""
+    code, out, _ = run(capsys, "rules", "_scaled_mm")
+    assert code == 0 and "aten::_scaled_mm(Tensor self, Tensor mat2" in out and "    def scaled_mm(op: OpCall)" in out
+    assert "the kernel wants, on every rank:\n  K and N are multiples of 16 on every rank." in out
+    code, out, _ = run(capsys, "rules", "sum", "--json")
+    assert code == 0 and [rule["op"] for rule in json.loads(out)] == ["aten.sum.default", "aten.sum.dim_IntList"]
+    assert json.loads(out)[0]["text"].startswith("def sum_all(op: OpCall)")
+
+
+ROWWISE = ["_scaled_mm", "--shapes", "16x64:e4m3, 64x576:e4m3:t, 16x1:f32, 1x576:f32", "--arg", "out_dtype=bf16"]
+
+
+def test_rules_of_one_call(capsys: pytest.CaptureFixture[str]) -> None:
+    """A rowwise GEMM in one line: the answer is that of `options`, as a table or as JSON."""
+    a, b = torch.empty(16, 64, dtype=torch.float8_e4m3fn), torch.empty(576, 64, dtype=torch.float8_e4m3fn).t()
+    scales = torch.empty(16, 1), torch.empty(1, 576)
+    for mesh in ("tp=4", "tp=8"):
+        found = options("_scaled_mm", a, b, *scales, out_dtype=torch.bfloat16, mesh=mesh, device="H200")
+        asked = ["rules", *ROWWISE, "--mesh", mesh, "--device", "H200"]
+        assert run(capsys, *asked) == (0, f"{found}\n", "")
+        assert run(capsys, *asked, "--json") == (0, found.to_json(), "")
+    assert "mat2 local [64, 72]: 72 is not a multiple of 16" in str(found)
+
+
+CALLS = {
+    "lists": (["cat", "--shapes", "[4x8, 6x8:bf16]", "--arg", "dim=0"], "tensors[1] [6, 8] bfloat16 -> result [10, 8]"),
+    "left out": (["aten.index", "--shapes", "4x8:f32, [none, 3:i64]"], "indices[1] [3] int64 -> result [4, 3]"),
+    "an argument between tensors": (["gather", "--shapes", "4x8,4x2:i64", "--arg", "dim=-1"], "masked_lookup"),
+    "overload by its arguments": (["sum", "--shapes", "4x8", "--arg", "dim=1"], "aten.sum.dim_IntList: self [4, 8]"),
+    "other overload": (["sum", "--shapes", "4x8"], "aten.sum.default: self [4, 8]"),
+    "a number for a tensor": (["add", "--shapes", "4x8", "--arg", "other=2"], "aten.add.Tensor: self [4, 8] bfloat16"),
+    "no tensor": (["aten.arange", "--arg", "end=16"], "aten.arange.default: no tensor -> result [16] int64"),
+    "dtype": (["_to_copy", "--shapes", "4x8:f32", "--arg", "dtype=float8_e4m3fn"], "result [4, 8] float8_e4m3fn"),
+    "memory order": (["relu", "--shapes", "4x6x8:f32:201"], "self [4, 6, 8] strides [6, 1, 24] float32"),
+    "last two swapped": (["relu", "--shapes", "4x6x8:t"], "self [4, 6, 8] strides [48, 1, 6] bfloat16"),
+    "scalar": (["mul", "--shapes", "4x8,scalar:f32"], "other [] float32 -> result [4, 8] bfloat16"),
+    "truths and lists": (
+        ["amax", "--shapes", "4x8", "--arg", "dim=[0,1]", "--arg", "keepdim=true"], "result [1, 1] bfloat16",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_how_calls_are_written(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Operands in order of the tensor arguments, the others by name."""
+    arguments, words = CALLS[name]
+    code, out, err = run(capsys, "rules", *arguments)
+    assert (code, err) == (0, "") and words in out and "mesh dp=8, device h100" in out
 
 
 WRONG = {
     "unknown preset": (["plan", "llama3-9b"], 2, "no preset is called 'llama3-9b'"),
     "unknown device": (["plan", "factories:small", "--device", "H1000"], 2, 'no device profile is named "H1000"'),
     "unknown recipe": (["plan", "factories:small", "--device", "H100", "--recipe", "int4"], 2, "recipe is 'int4'"),
-    "mxfp8": (["plan", "factories:small", "--device", "B200", "--recipe", "mxfp8"], 2, "not planned yet"),
+    "mxfp8 on H100": (["plan", *SMALL, "--recipe", "mxfp8"], 2, "plan for a device that has: b200"),
+    "mxfp8 of odd tokens": (
+        ["plan", "factories:odd_tokens", "--device", "B200", "--recipe", "mxfp8"],
+        2,
+        "the smallest from here is 3 x 32 (96 tokens)",
+    ),
     "float8 on A100": (["plan", "factories:small", "--device", "A100", "--recipe", "rowwise"], 2, "h100"),
     "mesh text": (["plan", "factories:small", "--device", "H100", "--mesh", "8x8"], 2, "mesh"),
     "axis of size 0": (["plan", "factories:small", "--device", "H100", "--mesh", "dp=0"], 2, "dp"),
@@ -112,6 +181,22 @@ WRONG = {
     "axis with many digits": (["plan", *SMALL, "--mesh", "dp=" + "9" * 5000], 2, "more than 1048576 devices"),
     "forward returns nothing": (["plan", "factories:returns_nothing", "--device", "H100"], 1, "returns no tensor"),
     "no command": ([], 2, "COMMAND"),
+    "no such op": (["rules", "_scaled_m"], 2, "did you mean aten._scaled_mm"),
+    "no rule": (["rules", "aten.nonzero"], 1, "no rule for aten.nonzero"),
+    "no rule for a call": (["rules", "aten.nonzero", "--shapes", "4x4"], 1, "no rule for aten.nonzero.default"),
+    "call of no op": (["rules", "--shapes", "4x4"], 2, "none is named"),
+    "mesh of no call": (["rules", "mm", "--mesh", "tp=2"], 2, "give the call too"),
+    "mesh of a call": (["rules", "mm", "--shapes", "4x8,8x4", "--mesh", "2x2"], 2, "is not name=size"),
+    "device of a call": (["rules", "mm", "--shapes", "4x8,8x4", "--device", "H1000"], 2, "H1000"),
+    "shape": (["rules", "mm", "--shapes", "4x,8x4"], 2, "'4x' in operand '4x' is no shape"),
+    "dtype of an operand": (["rules", "mm", "--shapes", "4x8:e9,8x4"], 2, "'e9' in operand '4x8:e9' is neither"),
+    "brackets": (["rules", "cat", "--shapes", "[4x8,4x8"], 2, "brackets do not match"),
+    "shapes that do not fit": (["rules", "mm", "--shapes", "4x8,9x4"], 2, "must have same reduction dim"),
+    "too few operands": (["rules", "mm", "--shapes", "4x8"], 2, "aten.mm does not take 1 operands"),
+    "unknown argument": (["rules", "mm", "--shapes", "4x8,8x4", "--arg", "foo=1"], 2, "2 operands and --arg foo"),
+    "argument without a value": (["rules", "relu", "--shapes", "4", "--arg", "dim"], 2, "--arg 'dim' has no value"),
+    "value": (["rules", "sum", "--shapes", "4x8", "--arg", "dim=x"], 2, "'x' is no value of type"),
+    "dtype argument": (["rules", "_to_copy", "--shapes", "4", "--arg", "dtype=e9"], 2, "'e9' is no dtype"),
 }
 
 
@@ -143,7 +228,7 @@ def test_wrong_input_is_a_paragraph_with_a_cure(name: str, capsys: pytest.Captur
         ({"hidden_size": -256}, "config has hidden_size -256"),
         ({"num_hidden_layers": 0}, "config has num_hidden_layers 0"),
         ({"hidden_act": "nope"}, "KeyError: 'nope'"),
-        ({"model_type": ["llama"]}, "model_type ['llama'] is not a causal language model"),
+        ({"model_type": ["llama"]}, "model_type ['llama'] is neither a language model nor an image classifier"),
     ],
 )
 def test_a_wrong_config_is_a_paragraph(

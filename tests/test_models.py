@@ -14,7 +14,7 @@ from autoparallel_fp8.capture.meta_copy import meta_copy
 from autoparallel_fp8.errors import UsageError
 from autoparallel_fp8.integrations.hugging_face import build_from_config
 from autoparallel_fp8.models.presets import build, preset_config, preset_names
-from autoparallel_fp8.recipes import RECIPES, convert, recipe_config
+from autoparallel_fp8.recipes import TORCHAO_RECIPES, convert, recipe_config
 
 # published parameter counts; llama: "The Llama 3 Herd of Models", qwen3: its model card, gpt2: 124M
 PARAMETERS = {
@@ -79,7 +79,7 @@ def test_a_bad_config_file_says_what_is_wrong(tmp_path: Path) -> None:
         ("{", "config is not JSON"),
         ("[]", "a JSON list, not an object"),
         ("{}", "config has no model_type"),
-        ('{"model_type": "clip"}', "model_type 'clip' is not a causal language model"),
+        ('{"model_type": "clip"}', "model_type 'clip' is neither a language model nor an image classifier"),
         ('{"model_type": "llama", "num_attention_heads": 0}', "transformers cannot build this config"),
     ]:
         path.write_text(text)
@@ -116,7 +116,7 @@ def test_num_layers_needs_a_factory_that_takes_it() -> None:
         build(mlp, num_layers=2)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", TORCHAO_RECIPES)
 def test_a_recipe_converts_all_linears_but_the_head(recipe: str) -> None:
     """Float8Linear with torchao's config of that name, and the reason for each linear left alone."""
     model, skipped = convert(meta_copy(build("llama3-debug", num_layers=1)), recipe)
@@ -159,7 +159,7 @@ def test_a_converted_model_is_taken_as_it_is() -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "message"),
-    [("mxfp8", "'mxfp8' is not yet supported"), ("int8", r"no recipe is called 'int8'\n.*\n.*tensorwise")],
+    [("int8", r"no recipe is called 'int8'\n.*\n.*tensorwise"), ("nvfp4", r"no recipe is called 'nvfp4'\n.*\n.*mxfp8")],
 )
 def test_other_recipes_are_refused(recipe: str, message: str) -> None:
     """The list of names is in the message."""

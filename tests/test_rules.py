@@ -5,27 +5,24 @@ The same runs list placements that would hold and have no row; a rule says which
 
 from __future__ import annotations
 
-import itertools
-import re
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
-from autoparallel_fp8.rules import AxisRow, Signature, find_rule, left_out, partial_kinds, rows, rule_ops
+from autoparallel_fp8.rules import Signature, find_rule, left_out, rows, rule_ops
 from autoparallel_fp8.rules.language import LEFT_OUT_OF_ALL
 from autoparallel_fp8.rules.local import find_program
 from graph_samples import GRAPHS, captured, sample_of
+from missing_rows import missing_rows, reasons_for
 from op_samples import all_samples
-from split_ops import OnRanks, Sample, kind_of, problems, spec_of
-from torch import Tensor
+from split_ops import Sample, kind_of, problems, ways_of
 
-from autoparallel_fp8.expansion import Option, expand, products
+from autoparallel_fp8.expansion import expand
 from autoparallel_fp8.graph import TensorSpec
-from autoparallel_fp8.layout import Placement, R, split
-from autoparallel_fp8.lower import Operand, local_call, sized_by_arguments
+from autoparallel_fp8.layout import R, split
+from autoparallel_fp8.lower import Operand, local_call
 from autoparallel_fp8.mesh import parse_mesh
-from autoparallel_fp8.shards import same_bits
+from autoparallel_fp8.products import Option, products
 
 aten = torch.ops.aten
 ONE_AXIS = [(2,), (3,), (4,)]
@@ -41,11 +38,12 @@ def test_every_row_gives_the_unsplit_result(op):
     assert all_samples()[op], f"no sample of {op}"
     wrong = []
     for sample in all_samples()[op]:
+        plain, halved = ways_of(sample), ways_of(sample, halved=True)
         for sizes in ONE_AXIS:
-            wrong += problems(sample, kind_of(sample, sizes), sizes)
-        wrong += problems(sample, kind_of(sample, (2,), halved=True), (2,))
-        for halved in (False, True):
-            wrong += problems(sample, kind_of(sample, (2, 2), halved=halved), (2, 2), MOST)
+            wrong += problems(sample, plain.kind(sizes), sizes)
+        wrong += problems(sample, halved.kind((2,)), (2,))
+        for ways in (plain, halved):
+            wrong += problems(sample, ways.kind((2, 2)), (2, 2), MOST)
     assert not wrong, "\n".join(wrong[:5])
 
 
@@ -115,11 +113,12 @@ def test_no_placement_that_holds_is_missing():
     used = set()
     unexplained = []
     for op, samples in all_samples().items():
-        for sample in samples[:4]:
-            for text in missing_rows(sample):
-                reasons = [like for like in left_out(op) if re.fullmatch(like, text)]
-                used |= {(op, like) for like in reasons}
-                unexplained += [] if reasons else [f"{op}: {text}"]
+        for sample in samples[:5]:
+            for ways in (2, 3):
+                for text in missing_rows(sample, ways):
+                    reasons = reasons_for(op, text)
+                    used |= {(op, like) for like in reasons}
+                    unexplained += [] if reasons else [f"{op} over {ways}: {text}"]
     assert not unexplained, "\n".join(unexplained)
     given = {(op, like) for op in rule_ops() for like in left_out(op) if like not in LEFT_OUT_OF_ALL}
     unused = sorted(f"{op}: {like}" for op, like in given - used if not shared(op, like, used))
@@ -129,98 +128,6 @@ def test_no_placement_that_holds_is_missing():
 def shared(op: object, like: str, used: set[tuple[object, str]]) -> bool:
     """Whether another op of the same rule needs the reason."""
     return any(find_rule(other) is find_rule(op) and like == pattern for other, pattern in used)
-
-
-def missing_rows(sample: Sample) -> Iterator[str]:
-    """Placements, written as `R x S(0) -> S(0)`, that hold for this call and have no row."""
-    on_ranks = OnRanks(sample, kind_of(sample, (2,)), (2,))
-    wholes, reference = on_ranks.wholes, on_ranks.reference
-    same_twice = len({id(t) for t in wholes}) < len(wholes)
-    if not sample.is_filled or same_twice or not any(r.double().any() for r in reference if r is not None):
-        return
-    known = {(option.operands, option.results) for option in on_ranks.kind.options}
-    together = [tuple(t.shape[:-1]) if len(wholes) > 4 and t.ndim > 1 else k for k, t in enumerate(wholes)]
-    for chosen in itertools.product(*(placements(wholes[together.index(key)]) for key in dict.fromkeys(together))):
-        of_group = dict(zip(dict.fromkeys(together), chosen, strict=True))
-        operands = tuple((of_group[key],) for key in together)
-        if any(p not in placements(t) for (p,), t in zip(operands, wholes, strict=True)):
-            continue
-        for results in what_holds(on_ranks, operands):
-            if not any(
-                o == operands and all(r in (None, k) for r, k in zip(results, rs, strict=True)) for o, rs in known
-            ):
-                left, right = (
-                    " x ".join(str(p[0]) for p in operands),
-                    ",".join(str(r[0] if r else R) for r in results),
-                )
-                yield f"{left} -> {right}"
-
-
-def placements(tensor: Tensor) -> list[Placement]:
-    """All that one axis of two ranks may do to it."""
-    splits = [split(d) for d, size in enumerate(tensor.shape) if size > 1 and size % 2 == 0]
-    kinds = partial_kinds(spec_of(tensor)) if tensor.is_floating_point() else ""
-    return [R, *splits, *(Placement(kind) for kind in kinds)]
-
-
-def what_holds(on_ranks: OnRanks, operands: tuple[tuple[Placement], ...]) -> list[tuple[tuple[Placement] | None, ...]]:
-    """Layouts of the results that the plain op gives from these; None for a result that is left out."""
-    op = on_ranks.sample.op
-    shards = [on_ranks.shards(k, layout) for k, layout in enumerate(operands)]
-    if not is_safe(op, [local[0] for local in shards]):
-        return []
-    candidates = [[None] if r is None else [(p,) for p in placements(r)] for r in on_ranks.reference]
-    tried = [[c] for c in candidates[0]] if sized_by_arguments(op) else [candidates[0]]
-    found = []
-    for first in tried:
-        if op is aten.embedding_dense_backward.default and first == [(split(0),)]:
-            continue  # would write outside of memory
-        option = Option(operands, tuple(c[0] or (R,) for c in (first, *candidates[1:])), (AxisRow((), (), ""),))
-        try:
-            made = on_ranks.run(option, shards)
-        except (RuntimeError, IndexError, ValueError):
-            continue
-        if any(len(results) != len(on_ranks.reference) for results in made):
-            continue
-        good = [
-            [
-                c
-                for c in choices
-                if c is None or is_so([m[k] for m in made], on_ranks.reference[k], c[0], on_ranks.sample)
-            ]
-            for k, choices in enumerate((first, *candidates[1:]))
-        ]
-        found += itertools.product(*([(R,)] if (R,) in choices else choices for choices in good))
-    return found
-
-
-def is_safe(op: object, local: list[Tensor]) -> bool:
-    """Kernels that do not check their arguments get none that do not fit."""
-    if op is aten.embedding_dense_backward.default:
-        return local[0].shape[:-1] == local[1].shape
-    if op is aten.native_layer_norm_backward.default:
-        grad, x, mean, _, weight, _ = local
-        return grad.shape == x.shape and mean.shape[:-1] == x.shape[:-1] and weight.shape[-1] == x.shape[-1]
-    return True
-
-
-def is_so(local: list[Tensor], whole: Tensor, placement: Placement, sample: Sample) -> bool:
-    """Whether two local results are the whole under this placement."""
-    a, b = local
-    pairs = {
-        "R": lambda: [(a, whole), (b, whole)],
-        "S": lambda: zip((a, b), whole.chunk(2, placement.dim), strict=True),
-        "P": lambda: [(a + b, whole)],
-        "M": lambda: [(torch.maximum(a, b), whole)],
-    }
-    if a.dtype != whole.dtype or (placement.kind in "PM" and not a.shape == b.shape == whole.shape):
-        return False
-    for x, y in pairs[placement.kind]():
-        if x.shape != y.shape:
-            return False
-        if not (torch.allclose(x.double(), y.double(), 1e-4, 1e-4, equal_nan=True) if sample.rtol else same_bits(x, y)):
-            return False
-    return True
 
 
 # ---- local calls ---------------------------------------------------------------------------------------------------

@@ -7,8 +7,10 @@ decompose     what AOTAutograd turns into simpler ops
 slots         what the joint graph's inputs and results are
 from_fx       fx nodes as plain data
 precision     float32 masters and the dtype gradients are reduced in
-simplify      rules that make equal work look equal (`rewrite`, `sink_views`), and who owns a value (`phases`)
+simplify      rules that make equal work look equal (`rewrite`, `sink_views`, `constant_operands`), and who owns a value
+              (`phases`)
 trace_errors  what to say where a model cannot be traced
+one_op        the graph of one call of an op, without a model
 """
 
 from .trace import capture

@@ -6,7 +6,8 @@ joint graph is traced. What is chosen, and why:
 - the mean over tokens is a sum over a count, both explicit, so tokens may be split;
 - the label's logit is picked by comparing labels with an arange and summing, not by gather and scatter: then splitting
   the vocabulary needs nothing but pointwise ops and sums, and backward creates no zeros of the logits' size;
-- backward of a slice or a select is a pad, which a planner may split along every dim that is not padded.
+- backward of a slice or a select is a pad, which a planner may split along every dim that is not padded;
+- writing into a part of a tensor joins what stays with what is new.
 """
 
 from __future__ import annotations
@@ -41,6 +42,26 @@ def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) 
     return product + (bias if beta == 1 else bias * beta)
 
 
+def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Any:
+    """The convolution with its bias added after, as `addmm`, so that input channels may be split."""
+    if bias is None:
+        return NotImplemented
+    product = aten.convolution.default(x, weight, None, *options)
+    return product + bias.view(-1, *[1] * (x.ndim - 2))
+
+
+def convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, *options: Any) -> Any:
+    """The bias's gradient as a sum of its own."""
+    *settings, (wants_x, wants_weight, wants_bias) = options
+    if not wants_bias:
+        return NotImplemented
+    found: tuple[Any, ...] = (None, None, None)
+    if wants_x or wants_weight:
+        mask = [wants_x, wants_weight, False]
+        found = aten.convolution_backward.default(grad, x, weight, None, *settings, mask)
+    return found[0], found[1], grad.sum([0, *range(2, grad.ndim)])
+
+
 def slice_backward(grad: Tensor, sizes: Sequence[int], dim: int, start: int, end: int, step: int) -> Any:
     """The gradient padded with zeros to the size before the slice; a step above 1 is left to the op itself."""
     if step != 1:
@@ -56,6 +77,31 @@ def select_backward(grad: Tensor, sizes: Sequence[int], dim: int, index: int) ->
     size, dim = sizes[dim], dim % len(sizes)
     index = index + size if index < 0 else index
     return _pad_dim(grad.unsqueeze(dim), dim, index, size - index - 1)
+
+
+def slice_scatter(
+    x: Tensor, source: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Any:
+    """What stays before, the new part and what stays behind, joined; a step above 1 is left to the op itself."""
+    if step != 1:
+        return NotImplemented
+    dim = dim % x.ndim
+    size = x.shape[dim]
+    first = 0 if start is None else min(start + size if start < 0 else start, size)
+    behind = first + source.shape[dim]
+    parts = [x.narrow(dim, 0, first), source.to(x.dtype), x.narrow(dim, behind, size - behind)]
+    return torch.cat([part for part in parts if part.shape[dim]], dim)
+
+
+def select_scatter(x: Tensor, source: Tensor, dim: int, index: int) -> Any:
+    """The same for one row of a dim."""
+    start = index + x.shape[dim] if index < 0 else index
+    return slice_scatter(x, source.unsqueeze(dim), dim, start)
+
+
+def copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """The source in the shape and dtype of what it is written over."""
+    return source.to(x.dtype).expand(x.shape).clone(memory_format=torch.contiguous_format)
 
 
 def split(x: Tensor, size: int, dim: int = 0) -> list[Tensor]:
@@ -80,8 +126,13 @@ def _pad_dim(x: Tensor, dim: int, before: int, after: int) -> Tensor:
 
 OWN: dict[Any, Callable[..., Any]] = {
     aten.addmm.default: addmm,
+    aten.convolution.default: convolution,
+    aten.convolution_backward.default: convolution_backward,
     aten.slice_backward.default: slice_backward,
     aten.select_backward.default: select_backward,
+    aten.slice_scatter.default: slice_scatter,
+    aten.select_scatter.default: select_scatter,
+    aten.copy.default: copy,
     aten.split.Tensor: split,
     aten.split_with_sizes.default: split_with_sizes,
     aten.unbind.int: unbind,
@@ -105,6 +156,7 @@ FROM_TORCH: tuple[Any, ...] = (
     aten.squeeze.default,
     aten.rsub,
     aten.masked_fill,
+    aten.fill,
     aten.std,
     aten.var,
 )

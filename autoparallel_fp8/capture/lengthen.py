@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from autoparallel_fp8.capture.dropout import call_in_block, calls_per_block, without_call
 from autoparallel_fp8.capture.from_fx import layer_of
 from autoparallel_fp8.capture.phases import name_nodes
 from autoparallel_fp8.capture.shorten import NUM_KEPT, Stack
@@ -36,7 +37,10 @@ def lengthen(graph: Graph, stack: Stack) -> Graph | None:
     fixed = _compare(graph, stack, places)
     if fixed is None:
         return None
-    return name_nodes(_Copier(graph, stack, places, fixed).graph())
+    num_calls = calls_per_block(_twins(graph, places), stack.kept[_TWIN] - stack.kept[_MODEL])
+    if num_calls is None:
+        return None
+    return name_nodes(_Copier(graph, stack, places, fixed, num_calls).graph())
 
 
 def _places(graph: Graph, stack: Stack) -> dict[int, _Place] | None:
@@ -94,6 +98,13 @@ def _compare(graph: Graph, stack: Stack, places: dict[int, _Place]) -> set[tuple
     return fixed
 
 
+def _twins(graph: Graph, places: dict[int, _Place]) -> list[tuple[Node, Node]]:
+    """Each node of the model block with the same one of its twin."""
+    at = {place: index for index, place in places.items()}
+    models = [(index, place) for index, place in places.items() if place.block == _MODEL]
+    return [(graph.nodes[index], graph.nodes[at[replace(place, block=_TWIN)]]) for index, place in models]
+
+
 def _is_near(places: dict[int, _Place], index: int, block: int) -> bool:
     return index in places and abs(places[index].block - block) <= 1
 
@@ -111,7 +122,8 @@ def _moves_along(graph: Graph, stack: Stack, places: dict[int, _Place], a: int, 
 
 def _same_op(a: Node, b: Node) -> bool:
     def blank(node: Node) -> tuple[object, ...]:
-        return node.op, map_refs(node.args, lambda _: None), map_refs(node.kwargs, lambda _: None), node.outputs
+        args = map_refs(without_call(node.op, node.args), lambda _: None)
+        return node.op, args, map_refs(node.kwargs, lambda _: None), node.outputs
 
     return blank(a) == blank(b)
 
@@ -119,8 +131,11 @@ def _same_op(a: Node, b: Node) -> bool:
 class _Copier:
     """Walks the short graph and puts copies of the model block between it and its twin."""
 
-    def __init__(self, graph: Graph, stack: Stack, places: dict[int, _Place], fixed: set[tuple[int, int]]) -> None:
+    def __init__(
+        self, graph: Graph, stack: Stack, places: dict[int, _Place], fixed: set[tuple[int, int]], num_calls: int
+    ) -> None:
         self.short, self.stack, self.places, self.fixed = graph, stack, places, fixed
+        self.num_calls = num_calls  # of dropout in one block
         self.inserted = range(3, stack.depth - 3)
         self.held = {node.target: i for i, node in enumerate(graph.nodes) if node.kind in ("parameter", "buffer")}
         self.model = {
@@ -148,7 +163,7 @@ class _Copier:
         for block in self.inserted if phase == "forward" else reversed(self.inserted):
             for index in self.model[phase]:
                 self.copies[block, index] = len(self.nodes)
-                node = self.short.nodes[index]
+                node = call_in_block(self.short.nodes[index], block - self.stack.kept[_MODEL], self.num_calls)
                 module = self.stack.in_block(node.module, block)
                 self._add(index, replace(node, module=module, layer=layer_of(module)), block)
 

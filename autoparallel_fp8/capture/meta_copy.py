@@ -15,13 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from autoparallel_fp8.errors import CaptureError, UsageError
+from autoparallel_fp8.integrations.torchao_mx import with_mx_linears
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
     """The same module tree with all tensors on the meta device; the model is only read.
 
     Raises:
-        UsageError: a parameter is a DTensor: the model is sharded already.
+        UsageError: a parameter is a DTensor: the model is sharded already; or torchao wrapped a weight whose products
+            are not planned.
         CaptureError: a part of the model cannot be copied.
     """
     memo: dict[int, Any] = {}
@@ -41,7 +43,7 @@ def meta_copy(model: nn.Module) -> nn.Module:
             if isinstance(value, Tensor):
                 delattr(module, name)
                 module.register_buffer(name, value, persistent=False)
-    return clone
+    return with_mx_linears(clone, model)
 
 
 def meta_like(tensor: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 `scaled_dot_product_attention` becomes `autoparallel_fp8::attention`, one op for all machines, and the copies of key and
 value heads that models make for grouped queries fold away into it. `cross_entropy` becomes the splittable form of
-`decompose`. Calls that the replacements do not cover stay as they are and are decomposed by torch.
+`decompose`, dropout the op of `ops.dropout`. Calls that the replacements do not cover stay as they are and are
+decomposed by torch.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from autoparallel_fp8.capture import decompose
+from autoparallel_fp8.capture.dropout import replace_dropout
 from autoparallel_fp8.errors import CaptureError
 from autoparallel_fp8.ops import attention as _registers_the_op  # noqa: F401
+from autoparallel_fp8.ops import scored_attention as _registers_more  # noqa: F401
 
 _ATTENTION_ARGS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _ATTENTION_DEFAULTS = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
@@ -35,13 +38,20 @@ _CROSS_ENTROPY_ARGS = (
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
-    """`scaled_dot_product_attention` through the op of ours."""
-    out: Tensor = torch.ops.autoparallel_fp8.attention(q, k, v, mask, is_causal, scale)[0]
+    """`scaled_dot_product_attention` through the op of ours; a mask that is trained gets its gradient."""
+    ops = torch.ops.autoparallel_fp8
+    op = ops.biased_attention if mask is not None and mask.requires_grad else ops.attention
+    out: Tensor = op(q, k, v, mask, is_causal, scale)[0]
     return out
 
 
-def replace_calls(root: fx.GraphModule, module_of: Callable[[fx.Node], str]) -> None:
-    """Replaces attention and cross-entropy calls in a dynamo graph and its subgraphs, in place; clones results.
+def replace_calls(root: fx.GraphModule, module_of: Callable[[fx.Node], str], dropout_cure: str = "set it to 0") -> None:
+    """Replaces attention, cross-entropy and dropout in a dynamo graph and its subgraphs, in place; clones results.
+
+    Args:
+        root: dynamo's graph.
+        module_of: fqn of the module that made a node.
+        dropout_cure: how the model's attention dropout is turned off.
 
     Raises:
         CaptureError: attention with dropout.
@@ -50,9 +60,10 @@ def replace_calls(root: fx.GraphModule, module_of: Callable[[fx.Node], str]) -> 
         if isinstance(module, fx.GraphModule):
             for node in list(module.graph.nodes):
                 if node.op == "call_function" and node.target is F.scaled_dot_product_attention:
-                    _replace_attention(node, module_of(node))
+                    _replace_attention(node, module_of(node), dropout_cure)
                 elif node.op == "call_function" and node.target is F.cross_entropy:
                     _replace_cross_entropy(node)
+    replace_dropout(root)
     clone_results(root)
     root.recompile()
 
@@ -85,7 +96,7 @@ def inner_attention() -> Iterator[None]:
         call = _attention_call(args, kwargs)
         _refuse_dropout(call, "scaled_dot_product_attention")
         q, k, v, mask = (call[name] for name in ("query", "key", "value", "attn_mask"))
-        if not _is_covered(q, k, v, mask):
+        if not _is_covered(q, k, v):
             return real(*args, **kwargs)
         return attend(q, k, v, mask, bool(call["is_causal"]), call["scale"])
 
@@ -100,26 +111,23 @@ def _attention_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[st
     return {**_ATTENTION_DEFAULTS, **dict(zip(_ATTENTION_ARGS, args, strict=False)), **kwargs}
 
 
-def _refuse_dropout(call: Mapping[str, Any], where: str) -> None:
+def _refuse_dropout(call: Mapping[str, Any], where: str, cure: str = "set it to 0") -> None:
     if call["dropout_p"]:
-        raise CaptureError(
-            f"attention dropout is not planned: dropout_p is {call['dropout_p']}", at=where, do="set it to 0"
-        )
+        raise CaptureError(f"attention dropout is not planned: dropout_p is {call['dropout_p']}", at=where, do=cure)
 
 
-def _is_covered(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
+def _is_covered(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the op takes these; where not, torch decomposes attention."""
     is_batched = all(x.ndim == 4 and x.shape[0] == q.shape[0] for x in (q, k, v))
-    needs_mask_gradient = mask is not None and mask.requires_grad
-    return is_batched and not needs_mask_gradient and q.shape[1] % k.shape[1] == 0 and k.shape[1] == v.shape[1]
+    return is_batched and q.shape[1] % k.shape[1] == 0 and k.shape[1] == v.shape[1]
 
 
-def _replace_attention(node: fx.Node, module: str) -> None:
+def _replace_attention(node: fx.Node, module: str, dropout_cure: str) -> None:
     call = _attention_call(node.args, node.kwargs)
-    _refuse_dropout(call, module or "scaled_dot_product_attention")
+    _refuse_dropout(call, module or "scaled_dot_product_attention", dropout_cure)
     q, k, v, mask = (call[name] for name in ("query", "key", "value", "attn_mask"))
     shown_q, shown_k, shown_v = (item.meta["example_value"] for item in (q, k, v))
-    if not _is_covered(shown_q, shown_k, shown_v, None if mask is None else mask.meta["example_value"]):
+    if not _is_covered(shown_q, shown_k, shown_v):
         return
     if shown_q.shape[1] == shown_k.shape[1]:
         whole_k, whole_v = unrepeated(k), unrepeated(v)

@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from autoparallel_fp8.capture.dropout import without_call
+
 NUM_KEPT = 6  # first three, last three: two inner blocks to compare, each with an inner block on both sides
 
 
@@ -131,7 +133,10 @@ class _Comparison:
     def _same_node(self, a: fx.Node, b: fx.Node) -> bool:
         same_target = a.op == b.op and _same_function(a.target, b.target) and a.op in ("call_function", "call_method")
         same_value = _shape(a.meta.get("example_value")) == _shape(b.meta.get("example_value"))
-        return same_target and same_value and self._same((a.args, dict(a.kwargs)), (b.args, dict(b.kwargs)), a)
+        if not same_target or not same_value:
+            return False
+        args_a, args_b = without_call(a.target, a.args), without_call(b.target, b.args)
+        return self._same((args_a, dict(a.kwargs)), (args_b, dict(b.kwargs)), a)
 
     def _same(self, a: Any, b: Any, reader: fx.Node) -> bool:
         if isinstance(a, fx.Node) and isinstance(b, fx.Node):

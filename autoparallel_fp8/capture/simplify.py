@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from autoparallel_fp8.capture import constant_operands
 from autoparallel_fp8.capture.phases import fill_modules, mark_from_parameters, name_nodes, separate_phases
 from autoparallel_fp8.capture.rewrite import Rule, Walk, drop_dead, is_contiguous, rewrite, same_layout
 from autoparallel_fp8.capture.sink_views import drop_expands, drop_kept_dims, sink_views
@@ -184,7 +185,7 @@ def equal_merger() -> Rule:
     seen: dict[Any, int] = {}
 
     def merge_equal(node: Node, walk: Walk) -> Node | Ref:
-        if len(node.outputs) != 1 or torch.Tag.nondeterministic_seeded in node.op.tags:
+        if torch.Tag.nondeterministic_seeded in node.op.tags:
             return node
         key = (node.op, _exact(node.args), _exact(node.kwargs), node.outputs)
         at = seen.setdefault(key, len(walk.nodes))
@@ -214,5 +215,6 @@ RULES: tuple[Callable[[Node, Walk], Node | Ref], ...] = (
     sink_views,
     drop_expands,
     merge_pads,
+    *constant_operands.RULES,
     fold_constants,
 )

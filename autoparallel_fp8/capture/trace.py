@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree  # what dynamo flattens arguments and results with; no public name in 2.11
 
 from autoparallel_fp8.capture import decompose
+from autoparallel_fp8.capture.dropout import seed_as_source
 from autoparallel_fp8.capture.from_fx import graph_from_fx, spec_of
 from autoparallel_fp8.capture.lengthen import lengthen
 from autoparallel_fp8.capture.meta_copy import aliases_of, meta_copy, meta_like, put_tensors
@@ -71,6 +72,7 @@ def capture(
     """
     with quiet(), torch.enable_grad():
         call = _bind(model, tuple(inputs), dict(kwargs or {}), loss)
+        notes = hugging_face.loss_notes(model, call.names)
         copied, skipped = convert(meta_copy(model), recipe)
         masters = {name: spec_of(parameter) for name, parameter in copied.named_parameters()}
         if mixed_precision is not None:
@@ -78,7 +80,7 @@ def capture(
         _prepare_hugging_face(copied, call)
 
         def finished(graph: Graph) -> Graph:
-            graph = replace(graph, skipped=skipped)
+            graph = replace(graph, skipped=skipped, notes=notes)
             if mixed_precision is not None:
                 graph = apply_mixed_precision(graph, masters, mixed_precision)
             return simplify(graph)
@@ -230,7 +232,7 @@ class _Trace:
                 with fake, traced_model(model, self.module_of):
                     _check_returned(self.root(*self.args, **self.kwargs), model)
             raise
-        replace_calls(self.captured, self.module_of)
+        replace_calls(self.captured, self.module_of, hugging_face.attention_dropout_cure(model))
 
     def shorten(self) -> Stack | None:
         """Cuts repeated blocks out of dynamo's graph; None and nothing cut where there are none."""
@@ -297,7 +299,7 @@ def _plain_graph(joint: Any, model: nn.Module, call: _Call, prefix: str, module_
     slots = [(value, slot.of_output(value, described)) for value, described in values]
     order = {"output": 0, "gradient": 1, "buffer": 2}
     slots.sort(key=lambda item: order[item[1].kind] if item[1] else 3)
-    graph = graph_from_fx(traced, placeholders, slots, module_of)
+    graph = seed_as_source(graph_from_fx(traced, placeholders, slots, module_of))
     aliases = tuple((name, first) for name, first in kept.items() if name != first)
     leaves = {described.idx: value for value, described in values if type(described).__name__ == "PlainAOTOutput"}
     found = {output.target: Result(i) for i, output in enumerate(graph.outputs) if output.kind == "output"}

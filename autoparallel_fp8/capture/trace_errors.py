@@ -43,12 +43,24 @@ def traced_model(model: nn.Module, module_of: Callable[[fx.Node], str]) -> Itera
     except AutoParallelError:
         raise
     except _ERRORS as error:
+        ours = _error_of_ours(error)
+        if ours is not None:
+            place = place_of(error, model, module_of).partition(", ")[0]
+            raise type(ours)(ours.message, at=ours.at or place, do=ours.do) from error
         reason, is_raised = reason_of(error)
         raise CaptureError(
             f"the model cannot be traced: {reason}",
             at=place_of(error, model, module_of),
             do=_DO_RAISED if is_raised else _DO,
         ) from error
+
+
+def _error_of_ours(error: BaseException) -> AutoParallelError | None:
+    """What an op or layer of this library raised while it was traced, inside the tracer's own error."""
+    inner: BaseException | None = error
+    while inner is not None and not isinstance(inner, AutoParallelError):
+        inner = inner.__cause__ or inner.__context__
+    return inner
 
 
 def reason_of(error: BaseException) -> tuple[str, bool]:

@@ -1,4 +1,4 @@
-"""Hugging Face causal language models: built from a config, given a loss, and captured without an attention mask.
+"""Hugging Face models: built from a config, causal language models given a loss, captured without an attention mask.
 
 transformers builds an explicit [batch, 1, seq, seq] mask whenever it is traced. `use_planned_attention` points the
 model at an attention function of ours that is registered without a mask function, so that no mask is built and
@@ -7,8 +7,9 @@ causality stays a flag of one attention op. Written for transformers 5.20 to 5.2
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from autoparallel_fp8.errors import CaptureError, UsageError
 from autoparallel_fp8.quiet import quiet
 
 ATTENTION = "autoparallel_fp8"
+T5_LENGTH = 512
+"""Tokens a sequence that T5 was trained on (Raffel et al. 2020, 3.1.2); relative positions set no maximum."""
 _REPLACED = (None, "sdpa", "eager")
 
 
@@ -55,22 +58,29 @@ def is_hugging_face(model: nn.Module) -> bool:
 
 
 def is_causal_lm(model: nn.Module) -> bool:
-    """Whether the model is a transformers model that generates text: it has an output head over a vocabulary."""
-    return is_hugging_face(model) and type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+    """Whether the model is a transformers model that predicts the next token: head over a vocabulary, causal attention.
+
+    A BERT is built as `...LMHeadModel` too; its attention is not causal unless its config makes it a decoder.
+    """
+    if not is_hugging_face(model) or not type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):
+        return False
+    flags = [module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)]
+    return any(flags) or not flags  # transformers takes attention without a flag as causal
 
 
 def build_from_config(
     config: str | Path | Mapping[str, Any], num_layers: int | None = None, dtype: torch.dtype = torch.bfloat16
 ) -> nn.Module:
-    """A causal language model on the meta device.
+    """The model that a config describes, on the meta device: the class in `architectures`, or what the kind is for.
 
     Args:
         config: path of a config.json, a folder with one, or its content.
-        num_layers: number of blocks instead of the config's.
+        num_layers: number of blocks instead of the config's, in encoder and decoder each.
         dtype: of the parameters.
 
     Raises:
-        UsageError: no such file, not JSON, not a model that transformers knows, or not a causal language model.
+        UsageError: no such file, not JSON, not a model that transformers knows, or neither a language model nor an
+            image classifier.
     """
     values, where = (dict(config), "config") if isinstance(config, Mapping) else _read(Path(config))
     with quiet():
@@ -79,8 +89,7 @@ def build_from_config(
 
 def _build(values: dict[str, Any], where: str, num_layers: int | None, dtype: torch.dtype) -> nn.Module:
     try:
-        from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        from transformers import CONFIG_MAPPING
     except ImportError as error:
         raise UsageError(
             "building a model from a config.json needs transformers, which is not installed",
@@ -88,20 +97,19 @@ def _build(values: dict[str, Any], where: str, num_layers: int | None, dtype: to
             do='pip install "autoparallel-fp8[hf]"',
         ) from error
     kind = values.pop("model_type", None)
-    if not isinstance(kind, str) or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise UsageError(
-            "config has no model_type" if kind is None else f"model_type {kind!r} is not a causal language model",
-            at=where,
-            do="pass a config of a causal language model, or a factory as package.module:function",
-        )
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        raise _unknown(kind, where)
     try:
         built = CONFIG_MAPPING[kind].from_dict(values)
         built.use_cache = False
         _check_sizes(built, where)
         if num_layers is not None:
             _set_num_layers(built, num_layers, where)
+        made = _model_class(kind, built)
+        if made is None:
+            raise _unknown(kind, where)
         with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(built, dtype=dtype)
+            model: nn.Module = made._from_config(built, dtype=dtype)
     except UsageError:
         raise
     # Every model's own code reads the config here, and its validators raise errors of their own: there is no list.
@@ -113,6 +121,39 @@ def _build(values: dict[str, Any], where: str, num_layers: int | None, dtype: to
             do="compare it with the model's published config",
         ) from error
     return model
+
+
+def _model_class(kind: str, config: Any) -> Any:
+    """The class that `architectures` names, where transformers has it for this config; else the kind's usual one."""
+    import transformers
+    from transformers.models.auto import modeling_auto as auto
+
+    for name in getattr(config, "architectures", None) or ():
+        found: Any = getattr(transformers, str(name), None)
+        if isinstance(getattr(found, "config_class", None), type) and isinstance(config, found.config_class):
+            return found
+    causal, masked = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    usual: Any = {}
+    if getattr(config, "is_encoder_decoder", False):
+        usual = auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    elif kind in causal and (kind not in masked or getattr(config, "is_decoder", False)):
+        usual = causal
+    elif kind in masked:
+        usual = masked
+    elif image_shape(config) is not None:
+        usual = auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
+    name = usual.get(kind)
+    return getattr(transformers, name if isinstance(name, str) else "", None)
+
+
+def _unknown(kind: Any, where: str) -> UsageError:
+    return UsageError(
+        "config has no model_type"
+        if kind is None
+        else f"model_type {kind!r} is neither a language model nor an image classifier",
+        at=where,
+        do="pass a config of a language model or an image classifier, or a factory as package.module:function",
+    )
 
 
 def use_planned_attention(model: nn.Module, sequence: int) -> bool:
@@ -142,18 +183,71 @@ def without_cache(model: nn.Module) -> None:
             module.config.use_cache = False  # type: ignore[union-attr]
 
 
+def attention_dropout_cure(model: nn.Module) -> str:
+    """How to turn off the dropout of attention weights: names the config's fields for it, where they can be told."""
+    fields: dict[str, str] = {}
+    for module in model.modules():
+        if is_hugging_face(module):
+            for name, value in vars(module.config).items():
+                is_meant = "att" in name and "drop" in name and isinstance(value, float) and value > 0
+                fields |= {f"{name}=0": type(module.config).__name__} if is_meant else {}
+    if not fields:
+        return "set it to 0"
+    return f"build the model with {', '.join(fields)} in its {next(iter(fields.values()))}, or plan model.eval()"
+
+
 def output_head(model: nn.Module) -> nn.Module | None:
-    """The module that makes logits, where the model is a transformers model and names one."""
+    """The module that makes logits, over a vocabulary or over classes, where the model is a transformers model."""
     if not is_hugging_face(model):
         return None
     head = model.get_output_embeddings()  # type: ignore[operator]
+    for name in ("classifier", "score"):  # as every ...ForImageClassification and ...ForSequenceClassification has it
+        head = head if isinstance(head, nn.Module) else getattr(model, name, None)
     return head if isinstance(head, nn.Module) else None
 
 
 def maximum_length(model: nn.Module) -> int | None:
-    """The longest sequence the config allows; None where it says nothing."""
+    """The longest sequence the config allows; None where it says nothing.
+
+    RoBERTa and its kin count positions from behind the padding id: their tables have as many rows more.
+    """
     length = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    return length if isinstance(length, int) and length > 0 else None  # -1 means no limit, as XLNet has it
+    if not isinstance(length, int) or length < 1:  # -1 means no limit, as XLNet has it
+        return None
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            return max(1, length - module.padding_idx - 1) if module.num_embeddings == length else length
+    return length
+
+
+def usual_length(model: nn.Module, most: int) -> int:
+    """The sequence length to plan with where none was asked for: the longest, at most `most`."""
+    longest = maximum_length(model)
+    if longest is None and hasattr(getattr(model, "config", None), "relative_attention_num_buckets"):
+        longest = T5_LENGTH
+    return min(most, longest or most)
+
+
+def image_shape(config: Any) -> tuple[int, int, int] | None:
+    """[channels, height, width] of the images that a vision model's config asks for; None for other models."""
+    channels, size = getattr(config, "num_channels", None), getattr(config, "image_size", None)
+    sides = tuple(size) if isinstance(size, (list, tuple)) else (size, size)
+    if not isinstance(channels, int) or len(sides) != 2 or not all(isinstance(side, int) for side in sides):
+        return None
+    return channels, sides[0], sides[1]
+
+
+def loss_notes(model: nn.Module, input_names: Collection[str]) -> tuple[str, ...]:
+    """A sentence where a transformers model is captured without a loss."""
+    if not is_hugging_face(model) or "labels" in input_names:
+        return ()
+    more = "; pass labels to plan the model's own" if takes(model, "labels") else ""
+    return (f"no loss in the graph: the gradients of its results come from outside{more}",)
+
+
+def takes(model: nn.Module, *names: str) -> bool:
+    """Whether the model's forward has arguments of these names."""
+    return set(names) <= inspect.signature(type(model).forward).parameters.keys()
 
 
 def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
@@ -162,7 +256,32 @@ def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attent
     window = kwargs.get("sliding_window")
     if window is not None and window < key.shape[2]:
         raise NotImplementedError(f"attention in a sliding window of {window} is not planned")
+    if kwargs.get("softcap") is not None:
+        return _attend_capped(module, query, key, value, attention_mask, **kwargs), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+def _attend_capped(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    softcap: float,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **unused: Any,
+) -> Tensor:
+    """Attention with soft-capped scores (Gemma 2), which `scaled_dot_product_attention` does not know."""
+    if dropout:
+        raise NotImplementedError(f"attention dropout of {dropout} on capped scores is not planned")
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    is_flag = bool(query.shape[2] > 1 and mask is None and causal)
+    capped = torch.ops.autoparallel_fp8.capped_attention
+    out: Tensor = capped(query, key, value, mask, is_flag, scaling, softcap)[0]
+    return out.transpose(1, 2).contiguous()
 
 
 def _register_attention() -> None:
@@ -221,6 +340,9 @@ def _set_num_layers(config: Any, num_layers: int, where: str) -> None:
     if num_layers < 1:
         raise UsageError(f"num_layers is {num_layers}", at=where, do="ask for at least 1 layer")
     config.num_hidden_layers = num_layers
+    for name in ("encoder_layers", "decoder_layers", "num_decoder_layers"):
+        if isinstance(getattr(config, name, None), int):
+            setattr(config, name, num_layers)
     kinds = getattr(config, "layer_types", None)
     if kinds:
         config.layer_types = [kinds[index % len(kinds)] for index in range(num_layers)]

@@ -1,0 +1,170 @@
+"""One call of an op as a graph: an input node for every tensor it reads, then the op.
+
+In go an overload and its arguments, out comes what capture would have made of a model that does just this: tensors
+are read for shape, stride and dtype alone, results are those of the op on tensors without data. These claim to be on
+the CPU, so that kernels' demands on a GPU's operands are left to the constraints, which say them of every shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoparallel_fp8.errors import UsageError
+from autoparallel_fp8.graph import ABSENT, Graph, Node, Ref, TensorSpec
+from autoparallel_fp8.quiet import quiet
+
+from .from_fx import _DROPPED, _MATMULS, spec_of
+
+_SCALED = {torch.ops.aten._scaled_mm.default, torch.ops.aten._scaled_mm_v2.default}
+
+
+def capture_call(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Graph:
+    """The graph of one call; its last node is the op.
+
+    Args:
+        op: the overload.
+        args, kwargs: as the op is called; real, meta and fake tensors do alike. Where a tensor lives is left out.
+
+    Raises:
+        UsageError: the op does not take these arguments, or what it returns depends on data.
+    """
+    # Tensors without data that claim a device; as in `trace.py` (2.11 to 2.14).
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    def fake(tensor: Tensor) -> Tensor:
+        if type(tensor) not in (Tensor, nn.Parameter, FakeTensor) or tensor.layout is not torch.strided:
+            raise UsageError(
+                f"an argument is a {type(tensor).__name__} ({tensor.layout})",
+                at=str(op),
+                do="pass a plain tensor of the global shape, such as torch.empty(..., device='meta')",
+            )
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+
+    args, kwargs = list(args), {name: value for name, value in kwargs.items() if name not in _DROPPED}
+    unknown = sorted(set(kwargs) - {argument.name for argument in op._schema.arguments})
+    if unknown:
+        what = f"{op} has no argument {', '.join(map(repr, unknown))}"
+        raise UsageError(what, at=str(op), do=f"call it as {op._schema}")
+    specs = list(map(spec_of, _tensors([args, list(kwargs.values())])))
+    with FakeTensorMode(), torch.no_grad(), quiet():
+        fakes, named = _mapped(args, fake), {name: _mapped(value, fake) for name, value in kwargs.items()}
+        _check_product(op, specs)
+        try:
+            made = op(*fakes, **named)
+        # What an op raises of wrong arguments is its own choice, from RuntimeError to AssertionError.
+        except Exception as error:
+            raise UsageError(
+                f"{op} does not take these arguments: {_first_line(error)}",
+                at=", ".join(map(format_spec, specs)) or "no tensor",
+                do=f"call it as {op._schema}",
+            ) from error
+    return _graph(op, args, kwargs, _results(op, made))
+
+
+def overload_of(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The overload of an op that takes these arguments, as torch itself resolves it.
+
+    Raises:
+        UsageError: none does.
+    """
+    kwargs = {name: value for name, value in kwargs.items() if name not in _DROPPED}
+    name = packet._qualified_op_name
+    try:
+        # The choice that calling the packet makes, without the call; no public function tells it (2.11 to 2.14).
+        return getattr(packet, torch._C._jit_resolve_packet(name, *args, **kwargs))
+    except RuntimeError as error:
+        schemas = "; ".join(str(getattr(packet, overload)._schema) for overload in packet.overloads())
+        raise UsageError(
+            f"no overload of {packet} takes these arguments", at=_first_line(error, 1), do=f"call it as {schemas}"
+        ) from error
+
+
+def format_spec(spec: TensorSpec) -> str:
+    """`[16, 32] bfloat16`, with strides where the tensor is not row-major and dense.
+
+    >>> format_spec(TensorSpec((16, 32), (1, 16), torch.float8_e4m3fn))
+    '[16, 32] strides [1, 16] float8_e4m3fn'
+    """
+    return f"{format_shape(spec.shape, spec.stride)} {str(spec.dtype).removeprefix('torch.')}"
+
+
+def format_shape(shape: tuple[int, ...], stride: tuple[int, ...]) -> str:
+    """`[16, 32]`, with strides where the tensor is not row-major and dense."""
+    step, plain = 1, True
+    for size, found in zip(reversed(shape), reversed(stride), strict=True):
+        plain = plain and (size == 1 or found == step)
+        step *= size
+    return f"{list(shape)}" if plain else f"{list(shape)} strides {list(stride)}"
+
+
+def _graph(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: tuple[TensorSpec, ...]) -> Graph:
+    nodes: list[Node] = []
+
+    def read(tensor: Tensor) -> Ref:
+        spec = spec_of(tensor)
+        nodes.append(Node(f"input{len(nodes)}", "input", None, (), (), (spec,), "forward", f"input{len(nodes)}"))
+        return Ref(len(nodes) - 1)
+
+    placed, named = _in_schema_order(op, args, kwargs)
+    refs = _tuples(_mapped(placed, read))
+    names = tuple((name, _tuples(_mapped(value, read))) for name, value in named.items() if value is not None)
+    return Graph((*nodes, Node("op", "op", op, refs, names, outputs, "forward")), ())
+
+
+def _in_schema_order(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments as a traced graph has them: positional where the schema lets them be, keywords in its order."""
+    arguments = op._schema.arguments
+    named = {a.name: kwargs[a.name] for a in arguments if a.name in kwargs}
+    placed = list(args)
+    last = max((i for i, a in enumerate(arguments) if a.name in named and not a.kwarg_only), default=-1)
+    for argument in arguments[len(placed) : last + 1]:
+        placed.append(named.pop(argument.name, argument.default_value))
+    return placed, named
+
+
+def _results(op: Any, made: Any) -> tuple[TensorSpec, ...]:
+    values = list(made) if isinstance(made, (tuple, list)) else [made]
+    for value in values:
+        if not isinstance(value, (Tensor, type(None))):
+            raise UsageError(
+                f"{op} returns a {type(value).__name__}", at=str(op._schema), do="ask about an op that returns tensors"
+            )
+    return tuple(ABSENT if value is None else spec_of(value) for value in values)
+
+
+def _check_product(op: Any, specs: Sequence[TensorSpec]) -> None:
+    """Tensors without data multiply matrices of different dtypes, and scaled ones that share no k: no device does."""
+    dtypes = sorted({str(spec.dtype).removeprefix("torch.") for spec in specs})
+    wrong = ""
+    if op in _MATMULS and len(dtypes) > 1:
+        wrong = f"a matrix product of {' and '.join(dtypes)}"
+    elif op in _SCALED and len(specs) > 1 and specs[0].shape[-1:] != specs[1].shape[:1]:
+        wrong = f"{list(specs[0].shape)} and {list(specs[1].shape)} cannot be multiplied"
+    if wrong:
+        what = f"{op} does not take these arguments: {wrong}"
+        raise UsageError(what, at=", ".join(map(format_spec, specs)), do="mend the operands' dtypes and shapes")
+
+
+def _mapped(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    return [_mapped(item, function) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, (list, tuple)) else []
+
+
+def _first_line(error: Exception, line: int = 0) -> str:
+    lines = [text.strip() for text in str(error).splitlines() if text.strip()] or [type(error).__name__]
+    return lines[min(line, len(lines) - 1)].split(" Declaration: ")[0].rstrip(".")
