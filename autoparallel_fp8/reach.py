@@ -105,8 +105,14 @@ def _leaders(
     factors: dict[Ref, Factors],
     slots: list[dict[str, list[Position]]],
 ) -> list[Position]:
-    """Leading factors of parameters and inputs, and of heavy ops' operands where they may be split."""
-    found = []
+    """Leading factors of parameters, their gradients and inputs, and of heavy ops' operands where they may be split."""
+    found = [
+        (output.ref, d, 0)
+        for output in graph.outputs
+        if output.kind == "gradient"
+        for d, dim in enumerate(factors[output.ref])
+        if dim
+    ]
     for i, node in enumerate(graph.nodes):
         if node.kind in ("parameter", "input", "tangent"):
             found += [(Ref(i), d, 0) for d, dim in enumerate(factors[Ref(i)]) if dim]

@@ -1,7 +1,7 @@
 """Attention: batch and heads split; a rank with some of the query heads needs just the key and value heads they use.
 
 Query heads are `(h g)`: h key-value heads with g queries each. Over more ranks than there are key-value heads, each
-rank has some of one head's queries, and slices that head out of the whole keys and values (`own_heads`). Under a causal
+rank has some of a head's queries, and picks that head out of the keys and values (`own_heads`). Under a causal
 mask the sequence stays whole: a part of it would need its offset. Otherwise the query sequence splits, and a mask that
 was passed splits with it.
 """

@@ -6,6 +6,7 @@ of each dim these are. To add one: a function under `@program(name, op)`, and th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
@@ -108,30 +109,33 @@ def add_own(where: Where, x: Tensor, dim: int, index: Tensor, source: Tensor) ->
 
 @program("own_heads", ops.attention.default, ops.capped_attention.default)
 def attend_own_heads(where: Where, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
-    """Some of the queries of one key-value head, which the rank slices out of all of them."""
-    head = _head_of(where.operands[0][1], k)
-    return where.op(q, k.narrow(1, head, 1), v.narrow(1, head, 1), *rest)
+    """Some of the queries of key-value heads that the rank picks out of those it holds."""
+    heads = _heads_of(where.operands[0][1], where.operands[1][1])
+    return where.op(q, k[:, heads], v[:, heads], *rest)
 
 
 @program("own_heads", ops.attention_backward.default, ops.capped_attention_backward.default)
 def attend_own_heads_backward(where: Where, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
-    """Gradients of keys and values are the rank's share of one head's, zero in the others."""
-    head = _head_of(where.operands[1][1], k)
-    dq, *shares = where.op(grad, q, k.narrow(1, head, 1), v.narrow(1, head, 1), *rest)
+    """Gradients of keys and values are the rank's share of those heads', zero in the others."""
+    heads = _heads_of(where.operands[1][1], where.operands[2][1])
+    dq, *shares = where.op(grad, q, k[:, heads], v[:, heads], *rest)
     grads = []
     for whole, share in zip((k, v), shares, strict=True):
-        batch, heads, length, size = whole.shape
-        made = whole.new_zeros(batch, length, heads, size).transpose(1, 2)  # the memory order of the op's gradients
-        made.narrow(1, head, 1).copy_(share)
+        batch, count, length, size = whole.shape
+        made = whole.new_zeros(batch, length, count, size).transpose(1, 2)  # the memory order of the op's gradients
+        made[:, heads] = share
         grads.append(made)
     return (dq, *grads)
 
 
-def _head_of(queries: Part, k: Tensor) -> int:
-    """The key-value head of these query heads."""
-    heads = {position * k.shape[1] // queries.full_size for position in queries.positions()}
-    assert len(heads) == 1, f"query heads of several key-value heads {sorted(heads)}"
-    return heads.pop()
+def _heads_of(queries: Part, keys: Part) -> slice | list[int]:
+    """Where the rank holds the key-value heads of these query heads, in the queries' order."""
+    used = Counter(position * keys.full_size // queries.full_size for position in queries.positions())
+    assert len(set(used.values())) == 1, f"key-value heads with different numbers of queries: {used}"
+    held = {position: local for local, position in enumerate(keys.positions())}
+    heads = [held[head] for head in used]
+    is_run = heads == list(range(heads[0], heads[0] + len(heads)))
+    return slice(heads[0], heads[0] + len(heads)) if is_run else heads
 
 
 @program("mean_of_part", aten.mean.dim, aten.mean.default)

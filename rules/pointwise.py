@@ -13,6 +13,8 @@ from .language import OpCall, Signature, pointwise, rule
 
 aten = torch.ops.aten
 
+_WIDE = (torch.bfloat16, torch.float32, torch.float64)
+
 
 @rule(
     aten.abs.default, aten.reciprocal.default, aten.rsqrt.default, aten.sqrt.default,
@@ -66,10 +68,11 @@ def linear_in_all(op: OpCall) -> Signature:
 def cast(op: OpCall) -> Signature:
     """A cast between float types of 16 bits or more adds up (to its rounding); to 8 bits or integers it does not.
 
+    Nor does one to float16: parts may be larger than the whole, and what does not fit its small range is infinite.
     A partial maximum passes into those types too: a cast to integers may wrap, and to bool it is not monotone.
     """
     source, target = op.tensors[0].dtype, op.out[0].dtype
-    adds_up = source.is_floating_point and source.itemsize > 1
+    adds_up = source.is_floating_point and source.itemsize > 1 and target in (source, *_WIDE)
     keeps_order = target.is_floating_point and target.itemsize > 1
     return pointwise(op, linear=((0,),) if adds_up else (), monotone=keeps_order)
 
