@@ -21,11 +21,12 @@ from .constraints import Constraints, Wanted, check_name, restrictions
 from .cost_models import DeviceProfile, Optimizer, Pricing, Topology, default_device, load_device, require_recipe
 from .errors import InfeasibleError, SolveError, UsageError
 from .expansion import Space, expand
-from .explain import Explainer
+from .explain import Explainer, dead_end
 from .formulate import formulate
 from .garbage import no_collection
 from .graph import Graph
 from .inputs import default_inputs
+from .integrations.hugging_face import pooler_cure
 from .memory import format_need, memory_row
 from .mesh import Mesh, parse_mesh
 from .overlap import Overlap, solve_step
@@ -299,14 +300,9 @@ class AutoParallel:
     def _prepare(self) -> Prepared:
         if self._prepared is None:
             graph, settings = self.graph(), self.settings
+            self._require_kernels(graph)
             with _Stage(self._say, "rules"):
-                space = expand(
-                    graph,
-                    self.mesh,
-                    architecture=settings.device.architecture,
-                    scale_scope=settings.scale_scope,
-                    strict=settings.strict,
-                )
+                space = self._expand(graph)
                 shape = structure(space)
             with _Stage(self._say, "costs"), no_collection():
                 pricing = Pricing(
@@ -315,6 +311,34 @@ class AutoParallel:
                 costs = pricing.costs()
             self._prepared = Prepared(space, shape, pricing, costs)
         return self._prepared
+
+    def _expand(self, graph: Graph) -> Space:
+        settings = self.settings
+        try:
+            return expand(
+                graph,
+                self.mesh,
+                architecture=settings.device.architecture,
+                scale_scope=settings.scale_scope,
+                strict=settings.strict,
+                emulate=settings.emulate,
+            )
+        except UsageError as error:
+            cure = pooler_cure(self.model, (error.at or "").partition(" ")[0])
+            if not cure:
+                raise
+            raise UsageError(error.message, at=error.at, do=f"{error.do}; or {cure}") from error
+
+    def _require_kernels(self, graph: Graph) -> None:
+        """What `recipe` is checked for at once, of a model that was converted before: the device has an MX kernel."""
+        first = next((n for n in graph.nodes if n.op is torch.ops.autoparallel_fp8.mx_mm.default), None)
+        if first is None or self.settings.recipe is not None:
+            return
+        try:
+            require_recipe(self.settings.device, "mxfp8", emulate=self.settings.emulate)
+        except UsageError as error:
+            what = f"{error.message}, which the model was converted to, as by torchao"
+            raise UsageError(what, at=first.module or "the model itself", do=error.do) from error
 
     def _solve(self, prepared: Prepared, wanted: Constraints) -> Solved:
         with _Stage(self._say, "problem"), no_collection():
@@ -349,6 +373,13 @@ class AutoParallel:
                     + (f"; with {', '.join(pins)}" if pins else ""),
                     do=f"set memory_limit to {need} or more, add devices to the mesh, or drop pins",
                 )
+        alone = tuple(r for r in problem.restrictions if r.name == names)
+        if alone:
+            prepared = self._prepare()
+            cause = dead_end(prepared.space, prepared.shape, replace(problem, restrictions=alone))
+            return InfeasibleError(
+                f"no plan has {names}: {cause}", at=f"mesh {self.mesh}", do="take it back or change it"
+            )
         return InfeasibleError(
             f"these cannot hold together: {names}", at=f"mesh {self.mesh}", do="take one of them back or change it"
         )

@@ -1,7 +1,8 @@
 """The command line: `autoparallel-fp8 plan llama3-8b --recipe tensorwise --mesh dp=8,tp=8`.
 
-Exit codes: 0 done, 1 no plan (the model or the constraints do not allow one), 2 wrong usage. Errors are a paragraph on
-stderr, never a traceback. Progress goes to stderr where it is a terminal.
+Exit codes: 0 done, 1 no plan (the model or the constraints do not allow one) or no rule for an op, 2 wrong usage (an
+op that does not exist too). Errors are a paragraph on stderr, never a traceback. Progress goes to stderr where it is a
+terminal.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--mesh", default="dp=8", help="axes and sizes, outermost first (default: %(default)s)")
     parser.add_argument("--device", help="a device profile (see `devices`) or a .toml file")
-    parser.add_argument("--batch", type=int, help="global batch (default: twice the first axis)")
+    parser.add_argument("--batch", type=int, help="global batch (default: twice the first axis, of images 32 times)")
     parser.add_argument("--seq", type=int, help="sequence length (default: min(8192, the model's maximum))")
     parser.add_argument(
         "--memory-limit", metavar="SIZE", help='a device, such as "64 GiB" (default: the device\'s memory)'
@@ -156,6 +157,8 @@ def _planner(options: argparse.Namespace) -> AutoParallel:
 
     progress = _Progress(sys.stderr, options.quiet, options.times)
     progress("model: building")
+    if ":" in options.model and not {"", os.getcwd()} & set(sys.path):
+        sys.path.insert(0, os.getcwd())  # a factory beside the user, as `python -m` finds it
     with quiet():
         model = build(options.model, num_layers=options.layers, dtype=_master_dtype(options))
     planner = AutoParallel(

@@ -7,33 +7,41 @@ where a split is not even, and refused, with a sentence, where a kernel would no
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import RuleError, UsageError
 from .factors import factorize
+from .fitting import fitting_inputs
 from .garbage import no_collection
-from .graph import Graph, Node, Ref, map_refs
+from .graph import Graph, Node, Ref, TensorSpec, map_refs
 from .layout import Factors, Layout, R, local_shape, universe
 from .mesh import Mesh
 from .own_scales import own_scales
 from .products import Option, Refusal, local_specs, products
 from .reach import Reach, reachable
 from .rules import (
-    ALIGNMENT,
     AxisRow,
     OpCall,
     OwnScales,
     Signature,
+    advice,
     broken_constraints,
     find_rule,
+    in_float8_of,
     partial_kinds,
     rows,
 )
 from .rules.check import apply_rule
 from .rules.plugins import load_plugins
+
+Broken = Callable[[OpCall, Sequence[TensorSpec]], tuple[str, ...]]
+"""What the kernel of a call has against a rank's operands, in sentences."""
+
+_OWN_CODE = (__name__.split(".")[0], "contextlib")  # what calls this file; contextlib runs our decorators
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,19 +95,34 @@ class Space:
 
 
 @no_collection()
-def expand(graph: Graph, mesh: Mesh, *, architecture: str, scale_scope: str = "local", strict: bool = False) -> Space:
+def expand(
+    graph: Graph,
+    mesh: Mesh,
+    *,
+    architecture: str,
+    scale_scope: str = "local",
+    strict: bool = False,
+    emulate: bool = False,
+) -> Space:
     """The options of every node of the graph on the mesh.
 
     Args:
         graph: from `capture`.
         mesh: axes and sizes.
-        architecture: of the device, for the kernels' constraints (`sm90`).
+        architecture: of the device, for the kernels' constraints (`sm90`). The graph's float8 types stand for the
+            device's own: `in_float8_of`.
         scale_scope: "local" lets activations and gradients carry one float8 scale a shard; "global" does not.
         strict: an op without a rule is an error.
+        emulate: a scaled GEMM without a kernel on the device is emulated in bfloat16, so that nothing is demanded.
 
     Raises:
         RuleError: `strict` and an op has no rule; or an op without a rule is random or writes its arguments.
     """
+
+    def broken(call: OpCall, operands: Sequence[TensorSpec]) -> tuple[str, ...]:
+        ours = in_float8_of(architecture, operands)
+        return broken_constraints(call.op, ours, architecture, call, emulate=emulate)
+
     load_plugins()
     calls = _calls(graph)
     signatures = _signatures(graph, calls)
@@ -127,9 +150,10 @@ def expand(graph: Graph, mesh: Mesh, *, architecture: str, scale_scope: str = "l
                 found = _replicated_kind(len(kinds), node, calls[i], reads, makes, mesh)
             else:
                 axis_rows = rows(signature, node.outputs, own_scales=scales.get(i), atoms=atoms[i], partials=partials)
-                found = _op_kind(len(kinds), node, calls[i], signature, axis_rows, reads, makes, mesh, architecture)
+                found = _op_kind(len(kinds), node, calls[i], signature, axis_rows, reads, makes, mesh, broken)
             if not found.options:
-                raise _illegal(graph, node, found)
+                inputs = fitting_inputs(graph, refined, factors, i, calls[i], broken)
+                raise _illegal(node, found, architecture, inputs)
             kinds.append(found)
         kind_of.append(numbers[key])
     return Space(graph, mesh, factors, reach, tuple(kinds), tuple(kind_of), missing)
@@ -156,7 +180,8 @@ def expand_lone(
 
     Args:
         graph: its last node is an op with a rule.
-        mesh, architecture: as in `expand`.
+        mesh: as in `expand`.
+        architecture: of the device, whose kernels get the operands as they are.
         own_scales: where the op may meet scales of each rank's own.
     """
     calls = _calls(graph)
@@ -167,7 +192,11 @@ def expand_lone(
     makes = tuple(factors[Ref(len(graph.nodes) - 1, k)] for k in range(len(node.outputs)))
     partials = [partial_kinds(spec) for spec in call.tensors]
     axis_rows = rows(signature, node.outputs, own_scales=own_scales(signature), partials=partials)
-    kind = _op_kind(0, node, call, signature, axis_rows, reads, makes, mesh, architecture)
+
+    def broken(call: OpCall, operands: Sequence[TensorSpec]) -> tuple[str, ...]:
+        return broken_constraints(call.op, operands, architecture, call)
+
+    kind = _op_kind(0, node, call, signature, axis_rows, reads, makes, mesh, broken)
     return LoneOp(kind, signature, axis_rows)
 
 
@@ -211,7 +240,15 @@ def _complain(graph: Graph, missing: tuple[str, ...], strict: bool) -> None:
             f"no rule for {', '.join(missing)}", do="register one, or plan with strict=False: it runs replicated"
         )
     if missing:
-        warnings.warn(f"no rule for {', '.join(missing)}: planned replicated", stacklevel=4)
+        warnings.warn(f"no rule for {', '.join(missing)}: planned replicated", stacklevel=_level_of_caller())
+
+
+def _level_of_caller() -> int:
+    """How many calls above our caller the first one stands that is not this library's: the user's line."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _OWN_CODE:
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _source_kind(number: int, node: Node, call: OpCall, makes: tuple[Factors, ...], mesh: Mesh) -> Kind:
@@ -237,7 +274,7 @@ def _op_kind(
     reads: tuple[Factors, ...],
     makes: tuple[Factors, ...],
     mesh: Mesh,
-    architecture: str,
+    broken: Broken,
 ) -> Kind:
     sizes = mesh.sizes
     options_found: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], Option] = {}
@@ -246,7 +283,7 @@ def _op_kind(
         key = (option.operands, option.results)
         if key in options_found or key in refused:
             continue
-        sentences = _check(call, option, reads, sizes, architecture)
+        sentences = broken(call, local_specs(call.tensors, reads, option.operands, sizes))
         if sentences:
             refused[key] = Refusal(option.results, option.operands, sentences[0])
         else:
@@ -270,33 +307,17 @@ def _source_options(node: Node, makes: tuple[Factors, ...], sizes: tuple[int, ..
         yield Option((), (layout,), row)
 
 
-def _illegal(graph: Graph, node: Node, kind: Kind) -> UsageError:
-    """What to say of an op that its kernel refuses even whole: a layer's own size, or the number of tokens."""
+def _illegal(node: Node, kind: Kind, architecture: str, inputs: str | None) -> UsageError:
+    """What to say of an op that its kernel refuses even whole.
+
+    Args:
+        inputs: what to change about the model's inputs, where that helps.
+    """
     whole = next((r for r in kind.refused if all(p == R for layout in r.operands for p in layout)), kind.refused[0])
-    where = f"{node.module or node.name} ({node.op_name}, {node.phase})"
-    weights = {
-        size
-        for n in graph.nodes
-        if n.kind == "parameter" and n.module_of_target == node.module
-        for size in n.outputs[0].shape
-    }
-    bad = [size for spec in kind.call.tensors[:2] for size in spec.shape if size % ALIGNMENT and size not in weights]
-    tokens = [n.outputs[0].shape[:2] for n in graph.nodes if n.kind == "input" and len(n.outputs[0].shape) >= 2]
-    if bad and tokens:
-        batch, seq = tokens[0]
-        legal = seq
-        while batch * legal % ALIGNMENT:
-            legal += 1
-        do = (
-            f"give a batch x sequence of a multiple of {ALIGNMENT} tokens: the smallest from here is "
-            f"{batch} x {legal} ({batch * legal} tokens)"
-        )
-    else:
-        do = f"pad the layer to a multiple of {ALIGNMENT}, or keep it in bf16 (leave it out of the conversion)"
-    return UsageError(f"a float8 GEMM is illegal even unsplit: {whole.sentence}", at=where, do=do)
-
-
-def _check(
-    call: OpCall, option: Option, reads: tuple[Factors, ...], sizes: tuple[int, ...], architecture: str
-) -> tuple[str, ...]:
-    return broken_constraints(call.op, local_specs(call.tensors, reads, option.operands, sizes), architecture, call)
+    call, operands = kind.call, in_float8_of(architecture, kind.call.tensors)
+    helpful = "; ".join(advice(call.op, operands, architecture, call))
+    return UsageError(
+        f"a float8 GEMM is illegal even unsplit: {whole.sentence}",
+        at=f"{node.module or 'the model itself'} ({node.op_name}, {node.phase})",
+        do=f"{inputs}; or leave the layer out of the conversion" if inputs else helpful,
+    )

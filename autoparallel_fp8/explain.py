@@ -18,10 +18,11 @@ from .layout import format_layout
 from .overlap import Overlap
 from .problem import Problem, Restriction, Solution, evaluate
 from .products import format_option
-from .solver import presolve, solve
+from .solver import presolve, solve, without_options
 from .structure import Structure
 
 SECONDS = 20.0  # for one alternative
+_THIS = "the alternative"
 
 
 @dataclass(frozen=True)
@@ -108,14 +109,24 @@ class Explainer:
                 continue
             result = pinned.solve(i)
             if result.status == "infeasible":
-                why = "no plan has it within the memory limit" if self.problem.rows else "no plan has it"
-                yield Alternative(text, local, (math.inf, math.inf), False, why)
+                yield Alternative(text, local, (math.inf, math.inf), False, self._why_not(v, i, result.conflict))
                 continue
             low = max(0.0, result.lower_bound - self.solution.objective)
             step = self.overlap.step_us(result.choices) if result.choices else math.inf
             compute, communication = self._more(result.choices) if result.choices else (0.0, 0.0)
             regret = (low, max(low, step - self.solution.objective))
             yield Alternative(text, local, regret, False, "", compute, communication)
+
+    def _why_not(self, v: int, option: int, conflict: tuple[str, ...]) -> str:
+        """What an option that no plan has cannot hold together with."""
+        rows = [row.name for row in self.problem.rows if row.name in conflict]
+        others = [name for name in conflict if name not in (_THIS, *rows)]
+        if rows:
+            return " and ".join(["no plan has it within the memory limit", *others])
+        if others:
+            return f"it cannot hold together with {', '.join(others)}"
+        pin = Restriction(_THIS, v, (option,))
+        return f"no plan has it: {dead_end(self.space, self.shape, replace(self.problem, restrictions=(pin,)))}"
 
     def _more(self, choices: tuple[int, ...]) -> tuple[float, float]:
         """Compute and communication of these choices above the plan's."""
@@ -146,6 +157,19 @@ class Explainer:
                     yield f"{node.name}: {option}", refusal.sentence
 
 
+def dead_end(space: Space, shape: Structure, problem: Problem) -> str:
+    """The op, or what else, that the problem's restrictions leave without a layout."""
+    variables = {variable.name: variable for variable in shape.variables}
+    found = []
+    for name in without_options(problem):
+        node = space.graph.nodes[variables[name].node]
+        is_op = node.kind == "op" and variables[name].role == "node"
+        where = f", {node.module}" if node.module else ""
+        found.append(f"op {name} ({node.op_name}, {node.phase}{where})" if is_op else f"{node.kind} {name}")
+    have = "have" if len(found) > 1 else "has"
+    return f"{', '.join(found)} {have} no layout that goes with it" if found else "no layouts of the ops go with it"
+
+
 class _Pinned:
     """A problem solved with each option of one variable in turn."""
 
@@ -157,16 +181,21 @@ class _Pinned:
         self.left = {self.undo((*start[: self.where], k, *start[self.where + 1 :]))[v]: k for k in range(count)}
 
     def solve(self, option: int) -> Solution:
-        """The best choices with the option; status "infeasible" where there are none."""
+        """The best choices with the option; status "infeasible", with the conflict, where there are none."""
         if option not in self.left:
-            return Solution((), math.inf, math.inf, "infeasible")
-        pin = Restriction("the alternative", self.where, (self.left[option],))
+            return self._solve_whole(option, replace(self.problem, rows=()))
+        pin = Restriction(_THIS, self.where, (self.left[option],))
         free = solve(replace(self.small, restrictions=(pin,)), time_limit=SECONDS)
+        if free.status == "infeasible":
+            return self._solve_whole(option, replace(self.problem, rows=()))
         if not free.choices:
             return free
         choices = self.undo(free.choices)
         if math.isfinite(evaluate(self.problem, choices)):
             return replace(free, choices=choices)
-        pin = Restriction("the alternative", self.v, (option,))
-        held = solve(replace(self.problem, restrictions=(*self.problem.restrictions, pin)), time_limit=SECONDS)
+        held = self._solve_whole(option, self.problem)
         return replace(held, lower_bound=max(held.lower_bound, free.lower_bound))
+
+    def _solve_whole(self, option: int, problem: Problem) -> Solution:
+        pin = Restriction(_THIS, self.v, (option,))
+        return solve(replace(problem, restrictions=(*problem.restrictions, pin)), time_limit=SECONDS)

@@ -69,13 +69,13 @@ def default_inputs(
         raise UsageError(
             f"no inputs for a {type(model).__name__}",
             at="inputs",
-            do="pass inputs=(...) with the global shapes, or give the model an attribute example_inputs",
+            do="set model.example_inputs = (x, ...) with the global shapes, as a factory may; or, from Python, inputs=",
         )
     if batch is not None or seq is not None:
         raise UsageError(
             "batch and seq are for made-up token ids, but the model has example_inputs",
             at="batch" if batch is not None else "seq",
-            do="leave it out, or pass inputs=(...) of the wanted sizes",
+            do="leave it out, or change example_inputs to the wanted sizes",
         )
     examples = _called(examples, f"{type(model).__name__}.example_inputs") if callable(examples) else examples
     args = tuple(examples) if isinstance(examples, (tuple, list)) else (examples,)
@@ -119,5 +119,7 @@ def _called(examples: Callable[[], Any], name: str) -> Any:
     # example_inputs is the user's code and may raise anything.
     except Exception as error:
         raise UsageError(
-            f"example_inputs() raises {one_line(error)}", at=name, do="mend it, or pass inputs=(...)"
+            f"example_inputs() raises {one_line(error)}",
+            at=name,
+            do="mend it, or set a tuple of tensors",
         ) from error

@@ -21,26 +21,9 @@ from .parts import parts
 from .products import Option, local_specs
 from .rules import OpCall
 from .rules.local import Where, find_program
+from .rules.sized_ops import SIZE_ARGUMENT, SQUEEZES
 
 aten = torch.ops.aten
-
-# Argument that holds the shape of the result.
-_SIZE_ARGUMENT = {
-    aten.view.default: "size",
-    aten._unsafe_view.default: "size",
-    aten.reshape.default: "shape",
-    aten.expand.default: "size",
-    aten.zeros.default: "size",
-    aten.ones.default: "size",
-    aten.full.default: "size",
-    aten.empty.memory_format: "size",
-    aten.new_zeros.default: "size",
-    aten.new_ones.default: "size",
-    aten.new_full.default: "size",
-    aten.new_empty.default: "size",
-    aten.slice_backward.default: "input_sizes",
-}
-_SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 
 
 @dataclass(frozen=True)
@@ -129,8 +112,8 @@ def _localized(
 ) -> LocalCall:
     """The plain op with every size among its arguments that of the rank's part."""
     op = whole.op
-    if op in _SIZE_ARGUMENT:
-        return _with_argument(call, _SIZE_ARGUMENT[op], makes[0].shape)
+    if op in SIZE_ARGUMENT:
+        return _with_argument(call, SIZE_ARGUMENT[op], makes[0].shape)
     if op is aten.embedding_dense_backward.default:
         return _with_argument(call, "num_weights", makes[0].shape[0])
     if op is aten.repeat.default:
@@ -138,7 +121,7 @@ def _localized(
         shape = (*[1] * offset, *reads[0].shape)
         times = zip(shape, makes[0].shape, whole.arg("repeats"), strict=True)
         return _with_argument(call, "repeats", tuple(b // a if a else time for a, b, time in times))
-    if op in _SQUEEZES and reads[0].shape != whole.tensors[0].shape:
+    if op in SQUEEZES and reads[0].shape != whole.tensors[0].shape:
         # a split dim may be down to 1 here, and must stay
         return LocalCall(aten.view.default, (call.args[0], makes[0].shape), ())
     return call
@@ -152,8 +135,3 @@ def _with_argument(call: LocalCall, name: str, value: Any) -> LocalCall:
         return LocalCall(call.function, (*call.args[:position], value, *call.args[position + 1 :]), call.kwargs)
     kwargs = tuple((n, value if n == name else v) for n, v in call.kwargs)
     return LocalCall(call.function, call.args, kwargs)
-
-
-def sized_by_arguments(op: Any) -> bool:
-    """Whether the shape of the op's result stands among its arguments, so that a rank calls it with others."""
-    return op in _SIZE_ARGUMENT or op in _SQUEEZES or op in (aten.repeat.default, aten.embedding_dense_backward.default)

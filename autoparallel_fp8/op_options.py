@@ -15,14 +15,15 @@ from typing import Any
 
 import torch
 
-from .capture.one_op import capture_call, overload_of
+from .capture.one_op import capture_call, overload_of, without_iterators
+from .capture.rewritten import rewritten_as
 from .cost_models import DeviceProfile, load_device
 from .expansion import Kind, LoneOp, expand_lone
 from .graph import ABSENT, TensorSpec
 from .layout import Layout, Placement, local_factors
 from .mesh import Mesh, MeshAxis, parse_mesh
 from .products import Option, Refusal, local_specs, products
-from .rules import AxisRow, OwnScales, Signature, advice
+from .rules import AxisRow, OwnScales, Signature, advice, find_rule
 from .rules.op_names import find_op, require_rule
 from .rules.plugins import load_plugins
 
@@ -140,6 +141,12 @@ class OpOptions:
 
         return format_options(self)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "op": str(self.op)}  # torch's overloads do not pickle
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update({**state, "op": find_op(state["op"])})
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data in a stable order."""
         return {
@@ -194,8 +201,10 @@ def options(op: Any, /, *args: Any, mesh: Any, device: str | DeviceProfile = "H1
     found_mesh, profile = parse_mesh(mesh), load_device(device)
     load_plugins()
     found = find_op(op)
+    args, kwargs = tuple(map(without_iterators, args)), {name: without_iterators(v) for name, v in kwargs.items()}
     overload = found if isinstance(found, torch._ops.OpOverload) else overload_of(found, args, kwargs)
-    require_rule(overload)
+    if find_rule(overload) is None:
+        require_rule(overload, rewritten_as(overload, args, kwargs))
     graph = capture_call(overload, args, kwargs)
     lone = expand_lone(graph, found_mesh, architecture=profile.architecture, own_scales=own_places)
     return _described(lone, found_mesh, profile)

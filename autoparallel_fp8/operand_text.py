@@ -26,6 +26,7 @@ _DTYPES = {
     "e4m3fnuz": torch.float8_e4m3fnuz, "e5m2fnuz": torch.float8_e5m2fnuz, "e8m0": torch.float8_e8m0fnu,
     "i64": torch.int64, "i32": torch.int32, "i8": torch.int8, "u8": torch.uint8, "bool": torch.bool,
 }  # fmt: skip
+_MOST_DIGITS, _MOST_BITS = 18, 56
 _HOW = 'write operands as SHAPE[:DTYPE][:ORDER], such as "16x64:e4m3, 64x32:e4m3:t, scalar:f32"'
 
 
@@ -43,7 +44,12 @@ def parse_call(op: str, shapes: str, named: Sequence[str]) -> tuple[Any, list[An
     found = find_op(op)
     overloads = [found] if isinstance(found, torch._ops.OpOverload) else _overloads(found)
     operands = parse_operands(shapes)
-    values = dict(map(_name_and_text, named))
+    pairs = list(map(_name_and_text, named))
+    values = dict(pairs)
+    twice = sorted({name for name, _ in pairs if [n for n, _ in pairs].count(name) > 1})
+    if twice:
+        what = f"{', '.join(twice)} is given {sum(name == twice[0] for name, _ in pairs)} times"
+        raise UsageError(what, at="--arg", do="give each argument once; a list is one value, such as dim=[0,1]")
     for overload in overloads:
         call = _fill(overload, list(operands), dict(values))
         if call is not None:
@@ -91,7 +97,15 @@ def _operand(text: str) -> torch.Tensor | None:
     shape_text, *words = text.split(":")
     if not re.fullmatch(r"\d+(x\d+)*|scalar", shape_text.strip()):
         raise UsageError(f"{shape_text!r} in operand {text!r} is no shape", at="--shapes", do=_HOW)
-    shape = () if shape_text.strip() == "scalar" else tuple(map(int, shape_text.split("x")))
+    sizes = [] if shape_text.strip() == "scalar" else shape_text.strip().split("x")
+    # No device holds more, and torch counts bytes in 63 bits; Python reads no number of thousands of digits.
+    if any(len(size) > _MOST_DIGITS for size in sizes) or prod(map(int, sizes)) >= 2**_MOST_BITS:
+        raise UsageError(
+            f"operand {text[:60]!r} has more than 2**{_MOST_BITS} elements",
+            at="--shapes",
+            do="give a shape that fits a mesh",
+        )
+    shape = tuple(map(int, sizes))
     dtype, order = torch.bfloat16, tuple(range(len(shape)))
     for word in map(str.strip, words):
         named = parse_dtype(word)

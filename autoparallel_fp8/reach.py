@@ -8,7 +8,7 @@ sequence leads a dim of the input; heads x (head size) keeps the heads, since at
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .graph import Graph, Ref
@@ -39,12 +39,8 @@ def reachable(
         signatures: refined, one a node.
         factors: of every value.
     """
-    classes = _Classes()
     slots = [_slots(graph, i, signature) for i, signature in enumerate(signatures)]
-    for places in slots:
-        for positions in places.values():
-            for position in positions[1:]:
-                classes.join(positions[0], position)
+    classes = _classes(slots)
     useful = {classes.find(position) for position in _leaders(graph, signatures, factors, slots)}
     partials = _partials(graph, signatures)
     found = {}
@@ -61,6 +57,12 @@ def reachable(
 
 
 Position = tuple[Ref, int, int]
+"""A value, a dim of it, a factor of that dim."""
+
+
+def same_factors(graph: Graph, signatures: Sequence[Signature | None]) -> Callable[[Position], Position]:
+    """A function that gives the same position for every one that a chain of ops makes the same factor."""
+    return _classes([_slots(graph, i, signature) for i, signature in enumerate(signatures)]).find
 
 
 class _Classes:
@@ -81,6 +83,15 @@ class _Classes:
         a, b = self.find(a), self.find(b)
         if a != b:
             self.parent[max(a, b)] = min(a, b)
+
+
+def _classes(slots: Sequence[dict[str, list[Position]]]) -> _Classes:
+    classes = _Classes()
+    for places in slots:
+        for positions in places.values():
+            for position in positions[1:]:
+                classes.join(positions[0], position)
+    return classes
 
 
 def _slots(graph: Graph, i: int, signature: Signature | None) -> dict[str, list[Position]]:

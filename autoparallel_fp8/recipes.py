@@ -9,20 +9,23 @@ than any kernel's gain. A model that the user converted is taken as it is, head 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
+import torch
 from torch import nn
 
 from autoparallel_fp8.errors import UsageError
 from autoparallel_fp8.integrations.hugging_face import output_head
 from autoparallel_fp8.ops.mx_linear import MXLinear
-from autoparallel_fp8.ops.to_mx import BLOCK_SIZE
+from autoparallel_fp8.ops.to_mx import BLOCK_SIZE, SOURCES
 from autoparallel_fp8.quiet import quiet
 
 TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 RECIPES = (*TORCHAO_RECIPES, "mxfp8")
 HEAD_NAMES = ("lm_head", "head", "output", "unembed")
 _CONVERTED = ("Float8Linear", "MXFP8Linear", "MXLinear")  # torchao's float8 and MX linears, and ours
+SHOWN = 3  # names that share a reason, the others counted
 _MULTIPLE = 16  # of both dims of a float8 GEMM operand, aten/src/ATen/native/cuda/ScaledBlas.cpp
 
 
@@ -63,6 +66,29 @@ def convert(model: nn.Module, recipe: str | None) -> tuple[nn.Module, tuple[tupl
             model, config=config, module_filter_fn=lambda _, name: not reasons.get(name, "no linear")
         )
     return model, skipped
+
+
+def check_dtypes(model: nn.Module) -> None:
+    """Weights of MXFP8 linears have a dtype that is cast to MX.
+
+    Args:
+        model: as it is traced, in the dtype of its mixed precision.
+
+    Raises:
+        UsageError: one has not; the message names the first.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, MXLinear) and module.weight.dtype not in SOURCES:
+            found, taken = (_shown(dtype) for dtype in ((module.weight.dtype,), SOURCES))
+            raise UsageError(
+                f"MXFP8 is cast from {taken}, and the linears of the {type(model).__name__} are {found}",
+                at=name or type(model).__name__,
+                do="plan model.to(torch.bfloat16), or mixed_precision with param_dtype=torch.bfloat16",
+            )
+
+
+def _shown(dtypes: Collection[torch.dtype]) -> str:
+    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
 def recipe_config(recipe: str) -> Any:
@@ -123,7 +149,13 @@ def _own_forward(module: nn.Module) -> str:
 
 
 def _why_nothing(model: nn.Module, skipped: tuple[tuple[str, str], ...]) -> str:
-    kept = [f"{name} ({reason})" for name, reason in skipped]
+    reasons: dict[str, list[str]] = {}
+    for name, reason in skipped:
+        reasons.setdefault(reason, []).append(name or type(model).__name__)
+    kept = []
+    for reason, names in reasons.items():
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        kept.append(f"{', '.join(names[:SHOWN])}{more} ({reason})")
     if any(type(module).__name__ == "Conv1D" for module in model.modules()):
         kept.append("its other layers are Conv1D, which is not converted")
     return "; ".join(kept) or "it has no nn.Linear"

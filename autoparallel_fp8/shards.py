@@ -230,6 +230,8 @@ def _addends(tensor: Tensor, count: int) -> list[Tensor]:
     found = [_whole_numbers(tensor, -3, 3, generator) for _ in range(count - 1)]
     if tensor.is_floating_point():
         found = [x / 2 for x in found]
+    elif tensor.is_complex():
+        found = [x * (1 - 0.5j) for x in found]
     return [*found, reduce(torch.sub, found, tensor)]
 
 
@@ -246,6 +248,7 @@ def _generator(tensor: Tensor, count: int) -> torch.Generator:
 
     Elements weigh by their position: two tensors with the same total differ too.
     """
+    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     flat = tensor.to(torch.float64).nan_to_num(0.0, 0.0, 0.0).reshape(-1)
     total = float((flat * torch.arange(1, flat.numel() + 1, dtype=torch.float64)).sum())
     return torch.Generator().manual_seed(int(abs(total) * 8) % 2**31 + count)

@@ -220,7 +220,7 @@ def require_recipe(profile: DeviceProfile, recipe: str | None, *, emulate: bool 
     raise UsageError(
         f'{profile.name} ({profile.architecture}) has no kernel for recipe "{recipe}"',
         at="device, recipe",
-        do=f"plan for a device that has: {', '.join(fitting)}; or ask for emulation",
+        do=f"plan for a device that has: {', '.join(fitting)}; or with emulate=True (--emulate)",
     )
 
 
@@ -248,7 +248,7 @@ def matmul_peak_flops(
         )
     if recipe is not None and not emulated and not _has_kernel(profile, recipe):
         message = f'{profile.name} ({profile.architecture}) has no kernel for recipe "{recipe}"'
-        raise CostError(message, at=f"profile {profile.name}: recipes", do="plan it emulated")
+        raise CostError(message, at=f"profile {profile.name}: recipes", do="plan it with emulate=True (--emulate)")
     return rate
 
 

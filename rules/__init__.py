@@ -2,7 +2,8 @@
 
 matmul, scaled_matmul, grouped_matmul: GEMMs · torchao_ops: torchao's, by name · block_scaled: MX casts and GEMMs ·
 pointwise: element by element · reductions: sums and maxima · views: reshapes and moves · lookup: embedding, gather,
-scatter · attention · convolution · factories · random: dropout · constraints, gemm_constraints: of kernels.
+scatter · attention · convolution · factories · random: dropout · constraints, gemm_constraints,
+gemm_kernels: of kernels.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from . import (  # noqa: F401  (they register rules)
     convolution,
     factories,
     gemm_constraints,
+    gemm_kernels,
     grouped_matmul,
     lookup,
     matmul,
@@ -25,7 +27,7 @@ from . import (  # noqa: F401  (they register rules)
     torchao_ops,
     views,
 )
-from .constraints import ALIGNMENT, advice, broken_constraints, constraint, constraints_of
+from .constraints import ALIGNMENT, advice, broken_constraints, constraint, constraints_of, has_kernel, in_float8_of
 from .language import (
     HEAVY_OPS,
     AxisRow,
@@ -37,13 +39,19 @@ from .language import (
     heavy,
     left_out,
     moved,
+    named_rules,
     reduction,
     rule,
+    rule_by_name,
     rule_ops,
+    seal_built_in,
 )
 from .language import pointwise as elementwise
+from .local import Where, program
 from .regroup import regrouped
 from .rows import OwnScales, Place, partial_kinds, place_of, rows
+
+seal_built_in()
 
 if TYPE_CHECKING:
     from ..op_options import options
@@ -57,6 +65,7 @@ __all__ = [
     "OwnScales",
     "Place",
     "Signature",
+    "Where",
     "advice",
     "broken_constraints",
     "constraint",
@@ -64,16 +73,21 @@ __all__ = [
     "einsum",
     "elementwise",
     "find_rule",
+    "has_kernel",
     "heavy",
+    "in_float8_of",
     "left_out",
     "moved",
+    "named_rules",
     "options",
     "partial_kinds",
     "place_of",
+    "program",
     "reduction",
     "regrouped",
     "rows",
     "rule",
+    "rule_by_name",
     "rule_ops",
 ]
 

@@ -13,7 +13,8 @@ import torch
 from ..graph import TensorSpec
 from ..ops import mx_mm as _mx_mm  # noqa: F401  (defines torch.ops.autoparallel_fp8.mx_mm)
 from ..ops.to_mx import BLOCK_SIZE
-from .constraints import ALIGNMENT, constraint
+from .constraints import ALIGNMENT, constraint, is_row_major, one_e4m3
+from .gemm_kernels import dtype_name, sm
 from .language import OpCall, Signature, einsum, heavy, rule
 
 ops = torch.ops.autoparallel_fp8
@@ -41,38 +42,69 @@ def mx_mm(op: OpCall) -> Signature:
 
 @constraint(
     ops.mx_mm.default,
-    do="pad the layer to a multiple of 32, or keep it in bf16 (leave it out of the conversion)",
+    of_kernel=True,
+    do="plan for a device that has one, or with emulate=True: there it multiplies in bfloat16",
 )
-def mx_aligned(operands: Sequence[TensorSpec], architecture: str) -> str | None:
-    """N is a multiple of 16 on NVIDIA, M and N are of 32 on AMD; K is whole blocks by the rule.
-
-    Source: torch/_meta_registrations.py, _check_scaled_mm_sizes_v2; ATen/native/cuda/ScaledBlas.cpp,
-    _scaled_mxfp8_mxfp8. Devices without the kernel multiply in bfloat16 and demand nothing.
-    """
-    if not _has_kernel(architecture):
+def mx_devices(operands: Sequence[TensorSpec], architecture: str) -> str | None:
+    """sm100 and later, gfx950 (`ops.mx_mm.has_kernel` asks the device itself); CPUs multiply in float32."""
+    if architecture == "cpu" or _has_kernel(architecture):
         return None
+    return f"{architecture} has no MX GEMM: it needs sm100 or later, or gfx950"
+
+
+@constraint(ops.mx_mm.default, do="pad out features to a multiple of 16, or keep the layer in bf16")
+def mx_aligned(operands: Sequence[TensorSpec], architecture: str) -> str | None:
+    """N is a multiple of 16 on NVIDIA; K is whole blocks by the rule.
+
+    Source: torch/_meta_registrations.py, _check_scaled_mm_sizes_v2.
+    """
+    size = operands[1].shape[1]
+    if not sm(architecture) or size % ALIGNMENT == 0:
+        return None
+    return f"mat2 local {list(operands[1].shape)}: {size} is not a multiple of {ALIGNMENT}"
+
+
+@constraint(
+    ops.mx_mm.default,
+    do=f"pad tokens and out features to a multiple of {BLOCK_SIZE}, or keep the layer in bf16",
+)
+def mx_aligned_on_amd(operands: Sequence[TensorSpec], architecture: str) -> str | None:
+    """M and N are multiples of 32 on AMD. Source: ATen/native/cuda/ScaledBlas.cpp, _scaled_mxfp8_mxfp8."""
     mat1, mat2 = operands[0], operands[1]
-    demands = [("mat2", mat2, mat2.shape[1], ALIGNMENT)]
-    if architecture.startswith("gfx"):
-        demands = [("mat1", mat1, mat1.shape[0], BLOCK_SIZE), ("mat2", mat2, mat2.shape[1], BLOCK_SIZE)]
-    for name, spec, size, multiple in demands:
-        if size % multiple:
-            return f"{name} local {list(spec.shape)}: {size} is not a multiple of {multiple}"
+    for name, spec, size in (("mat1", mat1, mat1.shape[0]), ("mat2", mat2, mat2.shape[1])):
+        if architecture.startswith("gfx") and size % BLOCK_SIZE:
+            return f"{name} local {list(spec.shape)}: {size} is not a multiple of {BLOCK_SIZE}"
     return None
+
+
+@constraint(ops.mx_mm.default, do="cast one of them to float8_e4m3fn")
+def mx_one_e4m3(operands: Sequence[TensorSpec], architecture: str) -> str | None:
+    """Its kernel is torch's scaled GEMM, which on CUDA multiplies no e5m2 with e5m2."""
+    return one_e4m3(operands, architecture)
+
+
+@constraint(ops.mx_mm.default, of_call=True, do="make it in bfloat16 and cast after the GEMM")
+def mx_result_dtype(operands: Sequence[TensorSpec], architecture: str, call: OpCall) -> str | None:
+    """AMD's kernel makes bfloat16 and float16; the op itself takes no other than these and float32."""
+    made = call.out[0].dtype
+    if not architecture.startswith("gfx") or made in (torch.bfloat16, torch.float16):
+        return None
+    return f"a result of {dtype_name(made)}: {architecture} multiplies MX operands into bfloat16 or float16"
 
 
 @constraint(ops.mx_mm.default, do="cast mat1 along its last dim and mat2 along its first")
 def mx_operand_order(operands: Sequence[TensorSpec], architecture: str) -> str | None:
-    """mat1 row-major, mat2 column-major. Source: as above."""
-    if not _has_kernel(architecture):
+    """mat1 row-major, mat2 column-major. Source: torch/_meta_registrations.py, _check_scaled_mm_sizes_v2."""
+    if architecture == "cpu":
         return None
-    for name, spec, inner, order in (("mat1", operands[0], 1, "row"), ("mat2", operands[1], 0, "column")):
-        if 1 not in spec.shape and spec.stride[inner] != 1:
+    for name, spec, stride, order in (
+        ("mat1", operands[0], operands[0].stride, "row"),
+        ("mat2", operands[1], operands[1].stride[::-1], "column"),
+    ):
+        if not is_row_major(stride):
             return f"{name} local {list(spec.shape)} has strides {list(spec.stride)}: it must be {order}-major"
     return None
 
 
 def _has_kernel(architecture: str) -> bool:
-    """sm100 and later, gfx950 (`ops.mx_mm.has_kernel` asks the device itself)."""
-    number = architecture.removeprefix("sm")
-    return architecture == "gfx950" or (architecture.startswith("sm") and number.isdigit() and int(number) >= 100)
+    return architecture.startswith("gfx950") or sm(architecture) >= 100

@@ -22,9 +22,9 @@ def convolution(op: OpCall) -> Signature:
     x, weight, out, sizes, whole = _dims(op)
     if len(op.tensors) == 2:
         return einsum(op, f"{x}, {weight} -> {out}", sizes=sizes, whole=whole, linear=((0,), (1,)))
-    bias = "_" if op.arg("groups") != 1 else "co"
+    bias, channels = ("_", ()) if op.arg("groups") != 1 else ("co", ("ci",))
     text = f"{x}, {weight}, {bias} -> {out}"
-    return einsum(op, text, sizes=sizes, whole=(*whole, "ci"), linear=((0, 2), (1, 2)))
+    return einsum(op, text, sizes=sizes, whole=(*whole, *channels), linear=((0, 2), (1, 2)))
 
 
 @rule(
@@ -43,7 +43,8 @@ def convolution_backward(op: OpCall) -> Signature:
     bias = "co" if wants_bias and op.arg("groups") == 1 else "_"
     results = [x if wants_x else "_", weight if wants_weight else "_", bias]
     unread = [group for group, is_wanted in (((1,), wants_x), ((2,), wants_weight)) if not is_wanted and not wants_bias]
-    whole = (*whole, "ci") if wants_bias else whole  # its gradient is the same for every part of ci
+    if wants_bias and op.arg("groups") == 1:
+        whole = (*whole, "ci")  # the bias's gradient is the same for every part of ci
     text = f"{out}, {x}, {weight} -> {', '.join(results)}"
     return einsum(op, text, sizes=sizes, whole=whole, linear=((0,), *unread))
 

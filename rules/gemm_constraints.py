@@ -1,8 +1,13 @@
 """What kernels demand of scaled GEMMs in blocks, of grouped GEMMs and of torchao's kernels, on one rank.
 
-K, N, the operands' memory order and e5m2 are in `constraints.py`. Devices: blocks of 128 run on sm90 alone, MX and
-NVFP4 on sm100 and later (gfx950: MX), grouped float8 on sm90, sm100 and AMD's gfx94x and gfx950. A swizzled scale is
-whole tiles by its rule. CPUs are asked about nothing but the strides of grouped operands, which every device checks.
+K, N, the operands' memory order and e5m2 are in `constraints.py`, devices and dtypes in `gemm_kernels.py`. A swizzled
+scale is whole tiles by its rule. CPUs are asked about nothing but the strides of grouped operands, which every device
+checks.
+
+Not held, and why: where groups end (rowwise: multiples of 16, MX: of 32), which `offs` says when it runs; how many rows
+MX scales of tokens have, which is padded group by group; whether the elements of MX scales are swizzled, where their
+number is the same; which way AMD's MX scales are swizzled in v2 (ROCm 7.14 changed it); empty operands, which every
+kernel takes; what some builds add, such as slack behind rowwise scales (pytorch/pytorch#133334).
 
 Source, where none is named: ATen/native/cuda/ScaledBlas.cpp and GroupedBlas.cpp; torch/_meta_registrations.py, 2.13.
 The fake kernels of 2.13 differ, and refuse some legal calls before a rule is asked: `_scaled_mm_v2` with a last block
@@ -17,73 +22,30 @@ from collections.abc import Sequence
 import torch
 
 from ..graph import TensorSpec
-from ..ops.scaling import BLOCK_128X128, PADDED_BLOCKS, inferred_scales, round_up
-from .constraints import ALIGNMENT, constraint
+from ..ops.scaling import BLOCK_128X128, PADDED_BLOCKS, inferred_scales, round_up, values_in
+from .constraints import ALIGNMENT, constraint, is_row_major
+from .gemm_kernels import SCALED, SCALED_GROUPED, dtype_name, is_by_block, is_rowwise, sm
 from .language import OpCall
 
 aten = torch.ops.aten
-_SCALED = (aten._scaled_mm.default, aten._scaled_mm_v2.default)
-_SCALED_GROUPED = (aten._scaled_grouped_mm.default, aten._scaled_grouped_mm_v2.default)
-_GROUPED = (aten._grouped_mm.default, *_SCALED_GROUPED)
-_FP4 = torch.float4_e2m1fn_x2
+_GROUPED = (aten._grouped_mm.default, *SCALED_GROUPED)
 ROW_BYTES = 16
 """Rows of a grouped operand, and of its result, begin at multiples of this."""
 LARGEST_TILE = 512
 """Rows of the largest tile that torchao's dim-1 cast may choose. Source: prototype/mx_formats/kernels.py, 0.18."""
 
 
-def sm(architecture: str) -> int:
-    """The number of an NVIDIA architecture, 0 for others.
-
-    >>> sm("sm90"), sm("gfx950")
-    (90, 0)
-    """
-    digits = "".join(c for c in architecture.removeprefix("sm") if c.isdigit())
-    return int(digits) if architecture.startswith("sm") and digits else 0
-
-
 def _shown(name: str, spec: TensorSpec) -> str:
     return f"{name} local {list(spec.shape)}"
 
 
-def _is_by_block(operands: Sequence[TensorSpec]) -> bool:
-    """Whether float32 scales are of blocks: more than one an operand, and more than one a row."""
-    a, b, scale_a, scale_b = operands[:4]
-    is_rowwise = (scale_a.shape, scale_b.shape) == ((a.shape[0], 1), (1, b.shape[1]))
-    return scale_a.dtype is torch.float32 and not is_rowwise and not scale_a.numel == scale_b.numel == 1
-
-
-@constraint(*_SCALED, do="plan for sm90, or cast rowwise or to MX")
-def blocks_on_sm90(operands: Sequence[TensorSpec], architecture: str) -> str | None:
-    """Scales of 1x128 and 128x128 blocks. Source: _check_deepseek_support."""
-    if architecture == "cpu" or not _is_by_block(operands) or 90 <= sm(architecture) < 100:
-        return None
-    return (
-        f"scales local {list(operands[2].shape)} are of blocks of 128: {architecture} has no kernel for them, sm90 has"
-    )
-
-
-@constraint(*_SCALED, do="plan for sm100 or gfx950, or plan another recipe")
-def tiles_on_sm100(operands: Sequence[TensorSpec], architecture: str) -> str | None:
-    """Scales of 1x32 and 1x16 blocks; MXFP4 runs on sm100 and sm103 alone. Source: _check_mxfp4_support and its kin."""
-    dtype, number = operands[2].dtype, sm(architecture)
-    if architecture == "cpu" or dtype is torch.float32:
-        return None
-    is_mx = dtype is torch.float8_e8m0fnu
-    if is_mx and operands[0].dtype is _FP4 and number and not 100 <= number < 110:
-        return f"MXFP4: {architecture} has no kernel for it, sm100 has"
-    if number >= 100 or (architecture == "gfx950" and is_mx):
-        return None
-    recipe, where = ("MX", "sm100 and gfx950 have") if is_mx else ("NVFP4", "sm100 has")
-    return f"{recipe} scales: {architecture} has no kernel for them, {where}"
-
-
-@constraint(*_SCALED, do="copy it: scale.contiguous()")
+@constraint(*SCALED, do="copy it: scale.contiguous()")
 def tiles_in_order(operands: Sequence[TensorSpec], architecture: str) -> str | None:
     """Scales of 1x32 and 1x16 blocks are contiguous."""
     if architecture == "cpu" or operands[2].dtype is torch.float32:
         return None
-    for name, spec in zip(("scale_a", "scale_b"), operands[2:4], strict=True):
+    tiled = [spec for spec in operands[2:] if spec.dtype is operands[2].dtype]  # NVFP4 has a second, plain scale each
+    for name, spec in zip(("scale_a", "scale_b"), tiled, strict=False):
         if not _is_contiguous(spec):
             return f"{_shown(name, spec)} has strides {list(spec.stride)}: it must be contiguous"
     return None
@@ -93,7 +55,7 @@ def tiles_in_order(operands: Sequence[TensorSpec], architecture: str) -> str | N
 def block_order(operands: Sequence[TensorSpec], architecture: str) -> str | None:
     """1x128 scales have the outer dim innermost, 128x128 scales the blocks of k. Source: is_blockwise_*_scaling."""
     found = inferred_scales(*operands[:4])
-    if architecture == "cpu" or found is None or not _is_by_block(operands):
+    if architecture == "cpu" or found is None or not is_by_block(operands):
         return None
     for k, (name, spec, how) in enumerate(zip(("scale_a", "scale_b"), operands[2:4], found, strict=True)):
         inner = 1 - k if how.recipe == BLOCK_128X128 else k
@@ -121,7 +83,7 @@ def square_block_rows(operands: Sequence[TensorSpec], architecture: str) -> str 
 @constraint(aten._scaled_mm_v2.default, do="copy the scales: scale.t().contiguous().t()")
 def named_block_order(operands: Sequence[TensorSpec], architecture: str) -> str | None:
     """Scales of blocks of 128 are column-major in v2. Source: _scaled_block1x128_block1x128 and its kin."""
-    if architecture == "cpu" or not _is_by_block(operands):
+    if architecture == "cpu" or not is_by_block(operands):
         return None
     for name, spec in zip(("scale_a", "scale_b"), operands[2:4], strict=True):
         if spec.shape[0] > 1 and spec.stride[0] != 1:
@@ -129,25 +91,54 @@ def named_block_order(operands: Sequence[TensorSpec], architecture: str) -> str 
     return None
 
 
-@constraint(*_SCALED, do="pad the tokens to a multiple of 4")
+@constraint(*SCALED, do="pad the tokens to a multiple of 4")
 def rows_of_blocks(operands: Sequence[TensorSpec], architecture: str) -> str | None:
     """cuBLASLt wants M in fours where scales are of blocks of 128. Source: vllm-project/vllm#49932."""
     mat1 = operands[0]
-    if architecture == "cpu" or not _is_by_block(operands) or mat1.shape[0] % 4 == 0:
+    if architecture == "cpu" or not is_by_block(operands) or mat1.shape[0] % 4 == 0:
         return None
     return f"{_shown('mat1', mat1)}: {mat1.shape[0]} is not a multiple of 4"
 
 
-@constraint(*_SCALED, do="pad the layer to a multiple of 32")
-def mx_on_amd(operands: Sequence[TensorSpec], architecture: str) -> str | None:
-    """M, N and K in blocks of 32. Source: _scaled_mxfp8_mxfp8, USE_ROCM."""
-    if not architecture.startswith("gfx") or operands[2].dtype is not torch.float8_e8m0fnu:
+@constraint(aten._scaled_mm_v2.default, of_call=True, do="copy it: scale_b.contiguous()")
+def named_row_order(operands: Sequence[TensorSpec], architecture: str, call: OpCall) -> str | None:
+    """Rowwise factors of mat2 lie one behind the other in v2. Source: _scaled_rowwise_rowwise."""
+    if architecture == "cpu" or not is_rowwise(operands, call) or operands[3].shape[-1] == 1:
         return None
+    spec = operands[3]
+    if spec.stride[-1] == 1:
+        return None
+    return f"{_shown('scale_b', spec)} has strides {list(spec.stride)}: its last dim must be innermost"
+
+
+@constraint(aten._scaled_mm.default, do="pad tokens and out features to a multiple of 16, in features to one of 128")
+def mx_on_amd(operands: Sequence[TensorSpec], architecture: str) -> str | None:
+    """M and N in sixteens, K in blocks of 128 values. Source: _scaled_mm_out_cuda, USE_ROCM."""
+    if not _is_mx_on_amd(operands, architecture):
+        return None
+    (mat1, mat2), values = operands[:2], values_in(operands[0].dtype)
+    for name, spec, size, multiple in (
+        ("mat1", mat1, mat1.shape[0], 16),
+        ("mat1", mat1, mat1.shape[1] * values, 128),
+        ("mat2", mat2, mat2.shape[1], 16),
+    ):
+        if size % multiple:
+            return f"{_shown(name, spec)}: {size} is not a multiple of {multiple}"
+    return None
+
+
+@constraint(aten._scaled_mm_v2.default, do="pad the layer, and the tokens, to a multiple of 32")
+def named_mx_on_amd(operands: Sequence[TensorSpec], architecture: str) -> str | None:
+    """M, N and K in blocks of 32. Source: _scaled_mxfp8_mxfp8, USE_ROCM."""
     for name, spec in zip(("mat1", "mat2"), operands[:2], strict=True):
         for size in spec.shape:
-            if size % 32:
+            if _is_mx_on_amd(operands, architecture) and size % 32:
                 return f"{_shown(name, spec)}: {size} is not a multiple of 32"
     return None
+
+
+def _is_mx_on_amd(operands: Sequence[TensorSpec], architecture: str) -> bool:
+    return architecture.startswith("gfx") and operands[2].dtype is torch.float8_e8m0fnu
 
 
 @constraint(aten._scaled_mm.default, of_call=True, do="use scaled_mm, whose swizzle is an argument")
@@ -159,38 +150,10 @@ def mx_order_on_amd(operands: Sequence[TensorSpec], architecture: str, call: OpC
     return f"{_shown('mat1', operands[0])} of K {whole}: {architecture} does not say in which order MX scales lie"
 
 
-@constraint(*_SCALED, of_call=True, do="cast the bias to the result's dtype, or add it after the GEMM")
-def bias_dtype(operands: Sequence[TensorSpec], architecture: str, call: OpCall) -> str | None:
-    """A bias is bfloat16 or float16, as the result is; with a float8 result it is bfloat16 or float16."""
-    bias, made = call.arg("bias"), call.out[0].dtype
-    if architecture == "cpu" or bias is None:
-        return None
-    halves = (torch.bfloat16, torch.float16)
-    wanted = () if made is torch.float32 else (made,) if made in halves else halves
-    if bias.dtype in wanted:
-        return None
-    return f"a bias of {_name(bias.dtype)} with a result of {_name(made)}: no kernel adds it"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 # ---- grouped ------------------------------------------------------------------------------------------------------
 
 
-@constraint(*_SCALED_GROUPED, do="plan for sm90 or sm100, or keep the experts in bf16")
-def grouped_on_hopper(operands: Sequence[TensorSpec], architecture: str) -> str | None:
-    """Grouped float8 GEMMs; MX ones on sm100 alone."""
-    number, is_mx = sm(architecture), operands[2].dtype is torch.float8_e8m0fnu
-    is_amd = architecture.startswith(("gfx94", "gfx95")) and not is_mx
-    if architecture == "cpu" or is_amd or 100 <= number < 110 or (90 <= number < 100 and not is_mx):
-        return None
-    what, where = ("MX", "sm100 has") if is_mx else ("float8", "sm90, sm100, gfx942 and gfx950 have")
-    return f"a grouped {what} GEMM: {architecture} has no kernel for it, {where}"
-
-
-@constraint(*_SCALED_GROUPED, do="pad features, and every group of tokens, to a multiple of 16")
+@constraint(*SCALED_GROUPED, do="pad features, and every group of tokens, to a multiple of 16")
 def grouped_aligned_16(operands: Sequence[TensorSpec], architecture: str) -> str | None:
     """K of the first operand, K and N of the second; where tokens are one of them, groups end at multiples too."""
     if architecture == "cpu":
@@ -205,13 +168,16 @@ def grouped_aligned_16(operands: Sequence[TensorSpec], architecture: str) -> str
     return None
 
 
-@constraint(*_SCALED_GROUPED, do="copy it: mat1.contiguous(), mat2.transpose(-1, -2).contiguous().transpose(-1, -2)")
+@constraint(*SCALED_GROUPED, do="copy it: mat1.contiguous(), mat2.transpose(-1, -2).contiguous().transpose(-1, -2)")
 def grouped_order(operands: Sequence[TensorSpec], architecture: str) -> str | None:
     """mat1 row-major, mat2 column-major in their last two dims; rowwise scales contiguous in the last."""
     if architecture == "cpu":
         return None
-    for name, spec, inner, order in (("mat1", operands[0], -1, "row"), ("mat2", operands[1], -2, "column")):
-        if 1 not in spec.shape[-2:] and spec.stride[inner] != 1:
+    for name, spec, stride, order in (
+        ("mat1", operands[0], operands[0].stride, "row"),
+        ("mat2", operands[1], (operands[1].stride[-1], operands[1].stride[-2]), "column"),
+    ):
+        if not is_row_major(stride):
             return f"{_shown(name, spec)} has strides {list(spec.stride)}: it must be {order}-major"
     for name, spec in zip(("scale_a", "scale_b"), operands[2:4], strict=True):
         if spec.shape[-1] > 1 and spec.stride[-1] != 1:
@@ -295,7 +261,7 @@ def torchao_contiguous(operands: Sequence[TensorSpec], architecture: str) -> str
 def torchao_dim0_dtype(operands: Sequence[TensorSpec], architecture: str) -> str | None:
     """The dim-0 cast reads bfloat16. Source: torchao/prototype/mx_formats/kernels.py, 0.18."""
     dtype = operands[0].dtype
-    return None if dtype is torch.bfloat16 else f"x is {_name(dtype)}: the kernel reads bfloat16"
+    return None if dtype is torch.bfloat16 else f"x is {dtype_name(dtype)}: the kernel reads bfloat16"
 
 
 @constraint(_DIM1, of_call=True, do="pad the tokens, or cast with mxfp8_quantize")

@@ -4,6 +4,7 @@ Features split as in any product: n gives a split result, k a part of the sum. T
 local program `own_group` (`local_grouped.py`), because the offsets are of the whole:
 
 * tokens: each rank counts how many of its own tokens lie before each end, and multiplies those;
+  Where tokens are contracted (gradients of weights) they stay together in runs of 16 bytes, as groups must end there;
 * experts: each rank picks the tokens of its experts; results of the others are zero and add up to the whole. Where
   experts are a dim of the result (gradients of weights), that splits instead.
 
@@ -24,6 +25,7 @@ from ..graph import TensorSpec
 from ..ops import grouped_mm as _ops  # noqa: F401  (gives aten._scaled_grouped_mm_v2 its result's shape)
 from ..ops.scaling import BLOCK_1X32, ROWWISE, SWIZZLE_32_4_4, TILE_ROWS, Scales, tiled_numel
 from . import local_grouped as _programs  # noqa: F401  (defines own_group)
+from .gemm_constraints import ROW_BYTES
 from .language import Dims, OpCall, Signature, einsum, heavy, rule
 from .scaled_matmul import Text, in_atoms, inner_dim, outer_dim, tile_dims, whole_text
 
@@ -79,15 +81,25 @@ def _signature(op: OpCall, how: Scales | None, scales: tuple[int, ...], **more: 
         return einsum(op, "e _ _, e _ _, e _, e _ -> e _ _" if form == (3, 3) else whole_text(op))
     text, factors, programs = {
         (2, 3): ("t k, e k n", "t, e n", ("t", "e")),
-        (2, 2): ("m t, t n", "(e m), (e n)", ("t", "e")),
+        (2, 2): ("m (t s), (t s) n", "(e m), (e n)", ("t", "e")),
         (3, 2): ("e m k, k t", "e m, t", ("t", "e")),
         (3, 3): ("e m k, e k n", "e m, e n", ()),
     }[form]
     made = {(2, 3): "t n", (2, 2): "e m n", (3, 2): "m t", (3, 3): "e m n"}[form]
     operands = ", ".join([text, *([factors] if scales else []), *(["_"] if form != (3, 3) else [])])
     local = dict.fromkeys(programs, OWN)
-    sizes = {"e": op.out[0].shape[0]} if form == (2, 2) else None
-    return _without_ones(einsum(op, f"{operands} -> {made}", sizes=sizes, local=local, **more))
+    sizes = {"e": op.out[0].shape[0], "s": _run(a)} if form == (2, 2) else None
+    whole = ("s",) if form == (2, 2) else ()
+    return _without_ones(einsum(op, f"{operands} -> {made}", sizes=sizes, local=local, whole=whole, **more))
+
+
+def _run(a: TensorSpec) -> int:
+    """Tokens that stay together where tokens are contracted: the kernel wants groups to end at multiples of 16 bytes.
+
+    A split that keeps such runs keeps the ends of a rank's groups there. All tokens, where they are no such runs.
+    """
+    tokens, run = a.shape[1], ROW_BYTES // a.dtype.itemsize
+    return run if tokens % run == 0 else tokens
 
 
 def _without_ones(signature: Signature) -> Signature:

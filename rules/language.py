@@ -8,6 +8,7 @@ mesh axis may do. `(h g)` is a dim made of two atoms; `_` a dim that must stay w
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -121,6 +122,7 @@ Rule = Callable[[OpCall], Signature]
 _RULES: dict[Any, Rule] = {}
 _LEFT_OUT: dict[Any, dict[str, str]] = {}
 _NAMED: dict[str, tuple[Rule, dict[str, str]]] = {}
+_BUILT_IN: dict[str, Rule] = {}  # the rules of this package, by the op's name
 LEFT_OUT_OF_ALL = {
     r".*P\(max\).*": "a partial maximum is a scale's: only what stands between a maximum and a cast lets it pass"
 }
@@ -150,17 +152,20 @@ def rule(*ops: Any, left_out: Mapping[str, str] | None = None) -> Callable[[Rule
     `regrouped`. A package registers its rules by an entry point of the group `autoparallel_fp8.rules` (`plugins.py`).
 
     Raises:
-        RuleError: no op is named, or one of them is no overload.
+        RuleError: no op is named, or one of them is no overload; the rule is no function; `left_out` has other things
+            than patterns and reasons.
     """
     wrong = next((op for op in ops if not isinstance(op, torch._ops.OpOverload)), None)
     if wrong is not None or not ops:
         what = f"rule for {wrong!r}, which is no op overload" if ops else "rule for no op"
         raise RuleError(what, do="name overloads, such as @rule(torch.ops.aten.mm.default)")
+    reasons = _reasons(left_out, ops)
 
     def register(function: Rule) -> Rule:
+        _require_function(function, ops)
         for op in ops:
             _RULES[op] = function
-            _LEFT_OUT[op] = dict(left_out or {})
+            _LEFT_OUT[op] = dict(reasons)
         return function
 
     return register
@@ -173,14 +178,55 @@ def rule_by_name(*names: str, left_out: Mapping[str, str] | None = None) -> Call
         names: as `str` of the overload gives them, such as "torchao.triton_to_mxfp8_dim0.default". A rule that is
             registered for the overload itself comes first.
         left_out: as in `rule`.
+
+    Raises:
+        RuleError: as in `rule`.
     """
+    reasons = _reasons(left_out, names)
 
     def register(function: Rule) -> Rule:
+        _require_function(function, names)
         for name in names:
-            _NAMED[name] = (function, dict(left_out or {}))
+            _NAMED[name] = (function, dict(reasons))
         return function
 
     return register
+
+
+def _reasons(left_out: Any, ops: Sequence[Any]) -> dict[str, str]:
+    """`left_out` after a look at it."""
+    at, do = f"rule of {', '.join(map(str, ops))}", "write {pattern: reason}, such as {r'P\\(sum\\) -> R': 'why'}"
+    if left_out is None:
+        return {}
+    if not isinstance(left_out, Mapping):
+        raise RuleError(f"left_out is a {type(left_out).__name__}", at=at, do=do)
+    for like, reason in left_out.items():
+        if not isinstance(like, str) or not isinstance(reason, str):
+            raise RuleError(f"left_out has {like!r}: {reason!r}, which are not both text", at=at, do=do)
+        try:
+            re.compile(like)
+        except re.error as error:
+            raise RuleError(f"left_out has {like!r}, which is no pattern: {error}", at=at, do=do) from error
+    return dict(left_out)
+
+
+def _require_function(function: Any, ops: Sequence[Any]) -> None:
+    if not callable(function):
+        what = f"the rule is a {type(function).__name__}, not a function"
+        raise RuleError(
+            what, at=f"rule of {', '.join(map(str, ops))}", do="put @rule(...) above a function of the call"
+        )
+
+
+def seal_built_in() -> None:
+    """All rules registered by now are this package's own, which its tests prove; see `is_built_in`."""
+    _BUILT_IN.update({str(op): function for op, function in _RULES.items()})
+    _BUILT_IN.update({name: function for name, (function, _) in _NAMED.items()})
+
+
+def is_built_in(op: Any, function: Rule) -> bool:
+    """Whether this is the rule that this package has for the op."""
+    return _BUILT_IN.get(str(op)) is function
 
 
 def left_out(op: Any) -> dict[str, str]:
@@ -203,6 +249,11 @@ def rule_ops() -> tuple[Any, ...]:
 def named_rules() -> tuple[str, ...]:
     """Names of the ops that have a rule by name, whether their package is there or not."""
     return tuple(sorted(_NAMED))
+
+
+def named_rule(name: str) -> Rule:
+    """The rule of one of `named_rules`."""
+    return _NAMED[name][0]
 
 
 class Ops(set[Any]):
@@ -236,13 +287,16 @@ def einsum(op: OpCall, text: str, *, sizes: Mapping[str, int] | None = None, **m
     Raises:
         RuleError: the text does not fit the shapes.
     """
-    left, right = text.split("->")
-    operands = [_parse_dims(part) for part in left.split(",")] if left.strip() else []
-    results = [_parse_dims(part) for part in right.split(",")]
+    left, right = _sides(text, op)
+    operands = [_parse_dims(part, text, op) for part in left.split(",")] if left.strip() else []
+    results = [_parse_dims(part, text, op) for part in right.split(",")]
     known = dict(sizes or {})
     specs = [*op.tensors, *op.out]
     if len(operands) != len(op.tensors) or len(results) != len(op.out):
-        raise RuleError(f"rule text {text!r} does not have the tensors of {op.op}")
+        raise RuleError(
+            f"rule text {text!r} does not have the tensors of {op.op}: it has {len(operands)} read and "
+            f"{len(results)} made, the call {len(op.tensors)} and {len(op.out)}"
+        )
     for dims, spec in zip([*operands, *results], specs, strict=True):
         _learn_sizes(dims, spec, known, text, op)
     big = {atom: size for atom, size in known.items() if size > 1}
@@ -250,35 +304,94 @@ def einsum(op: OpCall, text: str, *, sizes: Mapping[str, int] | None = None, **m
     def prune(dims: Dims) -> Dims:
         return tuple(tuple(atom for atom in dim if atom in big) for dim in dims)
 
-    in_all = set.intersection(*({atom for dim in dims for atom in dim} for dims in results))
-    summed = {atom: "P" for dims in operands for dim in dims for atom in dim if atom not in in_all and atom in big}
-    reduced = {**summed, **more.pop("reduced", {})}
+    made = [{atom for dim in dims for atom in dim} for dims in results]
+    in_all = set.intersection(*made)
+    read = {atom for dims in operands for dim in dims for atom in dim}
+    summed = {atom: "P" for atom in known if atom in read - in_all and atom in big}
+    whole, given = more.pop("whole", ()), more.pop("reduced", {})
+    written = f"rule text {text!r}"
+    require_atoms(whole, "whole", known, written)
+    require_atoms(more.get("local", ()), "local", known, written)
+    require_atoms(given, "reduced", known, written)
+    everywhere = sorted(in_all & set(given))
+    if everywhere:
+        raise RuleError(
+            f"reduced names {', '.join(everywhere)}, which every result of {written} has: nothing is reduced"
+        )
+    reduced = {**summed, **given}
     return Signature(
         tuple(map(prune, operands)),
         tuple(map(prune, results)),
         big,
         reduced={atom: kind for atom, kind in reduced.items() if atom in big},
-        whole=frozenset(more.pop("whole", ())),
+        linear=groups_of(more.pop("linear", ())),
+        whole=frozenset(whole),
         **more,
     )
 
 
-def _parse_dims(text: str) -> Dims:
+def require_atoms(names: Any, field_name: str, known: Iterable[str], written: str) -> None:
+    """Atoms that a field names must be there: a typing error would be a rule that says less than its author thinks.
+
+    Raises:
+        RuleError: one is not, or the field is a text, whose letters would be taken for names.
+    """
+    if isinstance(names, str):
+        raise RuleError(f'{field_name} is the text {names!r}, not a collection: write ("{names}",)')
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        shown = ", ".join(known) or "none"
+        raise RuleError(f"{field_name} names {', '.join(map(repr, unknown))}; the atoms of {written} are {shown}")
+
+
+def groups_of(linear: Any) -> tuple[tuple[int, ...], ...]:
+    """Groups of operands, as `Signature.linear` has them.
+
+    Raises:
+        RuleError: they are plain numbers.
+    """
+    try:
+        return tuple(tuple(group) for group in linear)
+    except TypeError:
+        cure = "each operand alone: ((0,), (1,)); two that are partial sums together: ((0, 1),)"
+        raise RuleError(f"linear is {linear!r}, and takes groups of operands ({cure})") from None
+
+
+def _sides(text: str, op: OpCall) -> tuple[str, str]:
+    """What stands left and right of the arrow."""
+    sides = text.split("->")
+    if len(sides) != 2:
+        count = "no arrow" if len(sides) == 1 else f"{len(sides) - 1} arrows"
+        raise RuleError(f"rule text {text!r} of {op.op} has {count}: write 'operands -> results', as 'm k, k n -> m n'")
+    return sides[0], sides[1]
+
+
+def _parse_dims(part: str, text: str, op: OpCall) -> Dims:
     dims: list[tuple[str, ...]] = []
     group: list[str] | None = None
-    for word in text.replace("(", " ( ").replace(")", " ) ").split():
-        if word == "(":
-            group = []
-        elif word == ")":
-            dims.append(tuple(group or ()))
-            group = None
-        elif word == ".":
-            continue
+    where = f"rule text {text!r} of {op.op}"
+    for word in part.replace("(", " ( ").replace(")", " ) ").split():
+        if word in "()":
+            if (word == "(") != (group is None):
+                break
+            if group is not None:
+                dims.append(tuple(group))
+            group = [] if word == "(" else None
         elif group is not None:
-            group.append(word)
-        else:
-            dims.append(() if word in ("_", "1") else (word,))
-    return tuple(dims)
+            group.append(_atom(word, where))
+        elif word != ".":
+            dims.append(() if word in ("_", "1") else (_atom(word, where),))
+    else:
+        if group is None:
+            return tuple(dims)
+    raise RuleError(f"{where} has brackets that do not match in {part.strip()!r}")
+
+
+def _atom(word: str, where: str) -> str:
+    if not word.isidentifier() or word == "_":
+        how = "atoms are words such as m or d0, (h g) is a dim of two, _ a dim kept whole; tensors stand without [ ]"
+        raise RuleError(f"{where} has {word!r} for an atom: {how}")
+    return word
 
 
 def _learn_sizes(dims: Dims, spec: TensorSpec, known: dict[str, int], text: str, op: OpCall) -> None:
@@ -295,9 +408,21 @@ def _learn_sizes(dims: Dims, spec: TensorSpec, known: dict[str, int], text: str,
             raise RuleError(f"rule text {text!r} does not fit shape {spec.shape} of {op.op}")
 
 
-def pointwise(op: OpCall, *, linear: Iterable[Sequence[int]] = (), monotone: bool = False) -> Signature:
-    """Signature of an op that works element by element with broadcasting; all results have one shape."""
+def pointwise(
+    op: OpCall, *, linear: Iterable[Sequence[int]] = (), monotone: bool = False, whole: Iterable[str] = ()
+) -> Signature:
+    """Signature of an op that works element by element with broadcasting; all results have one shape.
+
+    Args:
+        op: gives the shapes.
+        linear, monotone: as in `Signature`; `monotone` is of all operands.
+        whole: dims of the result that must not be split, `("d1",)`.
+
+    Raises:
+        RuleError: `linear` has no groups, or `whole` names no dim.
+    """
     shape = op.out[0].shape
+    require_atoms(whole, "whole", [f"d{i}" for i in range(len(shape))], "the result")
     names = [(f"d{i}",) if size > 1 else () for i, size in enumerate(shape)]
 
     def dims(spec: TensorSpec) -> Dims:
@@ -308,8 +433,9 @@ def pointwise(op: OpCall, *, linear: Iterable[Sequence[int]] = (), monotone: boo
         tuple(dims(spec) for spec in op.tensors),
         tuple(tuple(names) for _ in op.out),
         {f"d{i}": size for i, size in enumerate(shape) if size > 1},
-        linear=tuple(tuple(group) for group in linear),
+        linear=groups_of(linear),
         monotone=tuple(range(len(op.tensors))) if monotone else (),
+        whole=frozenset(whole),
         passes_scales=True,
     )
 
@@ -318,6 +444,8 @@ def reduction(op: OpCall, dims: Sequence[int] | None, *, kind: str = "P", **more
     """Signature of a reduction of the first operand over `dims` (None or empty: all), kept if the result has them."""
     spec = op.tensors[0]
     ndim = len(spec.shape)
+    for name in ("whole", "local"):
+        require_atoms(more.get(name, ()), name, [f"d{i}" for i in range(ndim)], "the operand")
     gone = {d % ndim for d in dims} if dims and ndim else set(range(ndim))
     names = tuple((f"d{i}",) if size > 1 else () for i, size in enumerate(spec.shape))
     kept = tuple(name for i, name in enumerate(names) if i not in gone)
@@ -328,6 +456,8 @@ def reduction(op: OpCall, dims: Sequence[int] | None, *, kind: str = "P", **more
         tuple(kept for _ in op.out),
         {f"d{i}": size for i, size in enumerate(spec.shape) if size > 1},
         reduced={f"d{i}": kind for i in gone if spec.shape[i] > 1},
+        linear=groups_of(more.pop("linear", ())),
+        whole=frozenset(more.pop("whole", ())),
         **more,
     )
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
 
 import torch
 
 from ..errors import RuleError, UsageError
-from .language import Rule, find_rule, rule_ops
+from .language import HEAVY_OPS, Rule, find_rule, named_rules, rule_ops
 
 
 def find_op(op: Any) -> Any:
@@ -43,27 +44,64 @@ def find_op(op: Any) -> Any:
             if found is not None:
                 do = f"its overloads are {', '.join(found.overloads())}"
                 raise UsageError(f"{found} has no overload {words[2]!r}", at=f"op {op!r}", do=do)
+    known = [name for name in named_rules() if ".".join(parts) in (name, name.rpartition(".")[0])]
+    if known:
+        package = known[0].partition(".")[0]
+        raise UsageError(
+            f"{known[0]} has a rule, but the op is not here: it exists where {package} registers it",
+            at=f"op {op!r}",
+            do=f"import {package} first, on a machine for which it has the op",
+        )
     close = close_ops(op)
     do = f"did you mean {', '.join(close)}? " if close else ""
     raise UsageError(f"no op is called {op!r}", at="op", do=f"{do}`autoparallel-fp8 rules` lists those with a rule")
 
 
-def require_rule(op: Any) -> Rule:
+def require_rule(op: Any, rewritten: Sequence[str] = ()) -> Rule:
     """The rule of an overload.
 
+    Args:
+        op: the overload, or a packet of which no overload has a rule.
+        rewritten: names of the ops that capture makes of the call, where it is known.
+
     Raises:
-        RuleError: it has none; close names are in the message.
+        RuleError: it has none; what capture makes of it or close names are in the message.
     """
     function = find_rule(op)
-    if function is None:
-        close = close_ops(str(op))
-        do = f"ops with a rule: {', '.join(close)}; or " if close else ""
+    if function is not None:
+        return function
+    if rewritten:
         raise RuleError(
-            f"no rule for {op}",
-            at="op; in a plan it runs replicated",
-            do=f"{do}register one with autoparallel_fp8.rules.rule",
+            f"no rule for {op}, and a plan needs none: capture writes this call as {', '.join(rewritten)}",
+            at="op; no plan has it",
+            do=f"ask about these instead, such as {_weightiest(rewritten)}",
         )
-    return function
+    if _is_rewritten(op):
+        raise RuleError(
+            f"no rule for {op}, and a plan needs none: capture writes it in simpler ops",
+            at="op; no plan has it",
+            do="give a call of it, with --shapes or to options(...): the answer names the ops that it becomes",
+        )
+    close = close_ops(str(op))
+    do = f"ops with a rule: {', '.join(close)}; or " if close else ""
+    raise RuleError(
+        f"no rule for {op}",
+        at="op; in a plan it runs replicated",
+        do=f"{do}register one with autoparallel_fp8.rules.rule",
+    )
+
+
+def _weightiest(names: Sequence[str]) -> str:
+    """The name that tells most: of a long op, else of one with a rule."""
+    heavy, known = set(map(str, HEAVY_OPS)), set(map(str, rule_ops()))
+    return min(names, key=lambda name: (name not in heavy, name not in known))
+
+
+def _is_rewritten(op: Any) -> bool:
+    from ..capture.rewritten import is_rewritten  # traces: imported where a rule is missing
+
+    overloads = [op] if isinstance(op, torch._ops.OpOverload) else [getattr(op, name) for name in op.overloads()]
+    return any(map(is_rewritten, overloads))
 
 
 def overloads_with_rules(name: str) -> tuple[Any, ...]:
@@ -84,16 +122,17 @@ def overloads_with_rules(name: str) -> tuple[Any, ...]:
 
 
 def close_ops(name: str) -> list[str]:
-    """Up to three ops with a rule whose names are like this one: another overload of it first."""
-    known = {str(op): op for op in rule_ops()}
-    words = name.strip().removeprefix("torch.ops.").replace("::", ".")
-    packets = {full.rpartition(".")[0] for full in known}
-    packet = words.rpartition(".")[0]
-    same = [full for full in known if packet == full.rpartition(".")[0] or full.split(".")[1] == words]
-    short = {full.split(".", 1)[1]: full for full in known} | {packet.split(".", 1)[1]: packet for packet in packets}
-    close = get_close_matches(words, [*known, *packets], n=3, cutoff=0.75)
-    close += [short[match] for match in get_close_matches(words.removeprefix("aten."), short, n=3, cutoff=0.7)]
-    return list(dict.fromkeys([*same, *close]))[:3]
+    """Up to three ops with a rule whose names are like this one: another overload of it first.
+
+    Namespace and overload are left out of the comparison: they would make any two names alike.
+    """
+    known = list(map(str, rule_ops()))
+    words = name.strip().removeprefix("torch.ops.").replace("::", ".").split(".")
+    bare = words[1] if len(words) > 1 else words[0]
+    same = [full for full in known if full.split(".")[1] == bare]
+    packets = {full.split(".")[1]: full.rpartition(".")[0] for full in known}
+    close = get_close_matches(bare, packets, n=3, cutoff=0.76 if len(bare) > 3 else 0.5)
+    return list(dict.fromkeys([*same, *(packets[match] for match in close)]))[:3]
 
 
 def _namespaces() -> list[str]:

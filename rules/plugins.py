@@ -13,8 +13,9 @@ from __future__ import annotations
 import warnings
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
+from typing import Any
 
-from .language import _LEFT_OUT, _RULES
+from .language import _LEFT_OUT, _NAMED, _RULES
 
 GROUP = "autoparallel_fp8.rules"
 _notes: list[str] | None = None  # of the packages that are loaded; None before
@@ -33,7 +34,7 @@ def load_plugins() -> tuple[str, ...]:
 
 
 def _load(entry: EntryPoint) -> list[str]:
-    before, left_out = dict(_RULES), dict(_LEFT_OUT)
+    before, left_out, named = dict(_RULES), dict(_LEFT_OUT), dict(_NAMED)
     try:
         loaded = entry.load()
         if callable(loaded):
@@ -42,9 +43,8 @@ def _load(entry: EntryPoint) -> list[str]:
             raise TypeError(f"{entry.value} is a {type(loaded).__name__}, neither a module nor a function")
     # A package's own code may raise anything, and may even leave; planning goes on without it.
     except (Exception, SystemExit) as error:
-        for registry, kept in ((_RULES, before), (_LEFT_OUT, left_out)):
-            registry.clear()
-            registry.update(kept)
+        for registry, kept in ((_RULES, before), (_LEFT_OUT, left_out), (_NAMED, named)):
+            _restore(registry, kept)
         lines = str(error).splitlines()
         reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
         return [f"rules of {_package(entry)} ({entry.value}) are not loaded: {reason}"]
@@ -54,6 +54,11 @@ def _load(entry: EntryPoint) -> list[str]:
     whose = sorted({_module(before[op]) for op in replaced})
     names = ", ".join(sorted(map(str, replaced)))
     return [f"{_package(entry)} ({entry.value}) replaces the rule of {names} ({', '.join(whose)})"]
+
+
+def _restore(registry: Any, kept: Any) -> None:
+    registry.clear()
+    registry.update(kept)
 
 
 def _package(entry: EntryPoint) -> str:

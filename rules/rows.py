@@ -84,7 +84,16 @@ def rows(
 
 
 def partial_kinds(spec: TensorSpec) -> str:
-    """What a tensor of this dtype can be: no P(sum) of integers, nothing partial of one-byte floats and booleans."""
+    """What a tensor of this dtype can be: "P" for a partial sum, "M" for a partial maximum.
+
+    Floats of two bytes or more are both. A one-byte float is neither: it is rounded to 8 bits, which does not add up.
+    Complex numbers add up part by part, and collectives add them so, but have no order and so no maximum. Integers
+    would add up too, exactly; they are no P(sum) because graphs have them as indices, counts and masks, which cost
+    nothing to compute whole, and what reads them (a comparison, a gather) takes no part of a sum. So an integer matrix
+    product is not split along k. Booleans are neither.
+    """
+    if spec.dtype.is_complex:
+        return "P"
     if spec.dtype.is_floating_point:
         return "PM" if spec.dtype.itemsize > 1 else ""
     return "" if spec.dtype is torch.bool else "M"

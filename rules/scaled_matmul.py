@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from ..errors import RuleError
 from ..graph import TensorSpec
 from ..ops.scaling import (
     PADDED_BLOCKS,
@@ -30,6 +31,7 @@ from ..ops.scaling import (
     TILE_COLUMNS,
     TILE_ROWS,
     Scales,
+    bias_fault,
     inferred_scales,
     named_scales,
     tiled_numel,
@@ -54,6 +56,7 @@ _LEFT_OUT = {
 @rule(aten._scaled_mm.default, left_out=_LEFT_OUT)
 def scaled_mm(op: OpCall) -> Signature:
     """a[m, k], b[k, n], one scale an operand; the recipe is what the kernel infers from their shapes."""
+    _check_bias(op)
     a, b, scale_a, scale_b = op.tensors[:4]
     found = inferred_scales(a, b, scale_a, scale_b)
     return scaled_signature(op, (0, 1), ((2,), (3,)), found, bias=4 if op.arg("bias") is not None else None)
@@ -66,12 +69,20 @@ def scaled_mm_v2(op: OpCall) -> Signature:
     NVFP4 has a second scale of one element, which every rank has. `contraction_dim` changes nothing (the kernel does
     not read it), nor does `use_fast_accum`.
     """
+    _check_bias(op)
     a, b = op.tensors[:2]
     found = named_scales(a, b, (op.arg("recipe_a"), op.arg("recipe_b")), (op.arg("swizzle_a"), op.arg("swizzle_b")))
     count = len(op.arg("scale_a"))
     last = 2 + count + len(op.arg("scale_b"))
     scales = tuple(range(2, 2 + count)), tuple(range(2 + count, last))
     return scaled_signature(op, (0, 1), scales, found, bias=last if op.arg("bias") is not None else None)
+
+
+def _check_bias(op: OpCall) -> None:
+    """A bias has an element for each column of the result: no kernel reads another, and none is split with it."""
+    bias = op.arg("bias")
+    if bias is not None and (wrong := bias_fault(op.tensors[1].shape, bias.shape)):
+        raise RuleError(wrong, do=f"pass a bias of {op.tensors[1].shape[1]} elements")
 
 
 @dataclass

@@ -14,11 +14,11 @@ from math import prod
 
 import torch
 from autoparallel_fp8.rules import AxisRow, left_out, partial_kinds
+from autoparallel_fp8.rules.sized_ops import sized_by_arguments
 from split_ops import OnRanks, Sample, kind_of, spec_of
 from torch import Tensor
 
 from autoparallel_fp8.layout import Placement, R, local_factors, split
-from autoparallel_fp8.lower import sized_by_arguments
 from autoparallel_fp8.products import Option
 from autoparallel_fp8.shards import same_bits
 

@@ -121,7 +121,7 @@ def ways_of(sample: Sample, *, halved: bool = False, rule: Rule | None = None) -
     graph, view = Graph((*nodes, *halvings, op), ()), find_rule(aten.view.default)
     assert view is not None
     views = [apply_rule(view, _call(graph, n)) for n in halvings]
-    factors, refined = factorize(graph, [*(None for _ in nodes), *views, apply_rule(rule, call)])
+    factors, refined = factorize(graph, [*(None for _ in nodes), *views, apply_rule(rule, call, is_tried=False)])
     reads = tuple(factors[Ref(i)] for i in range(len(call.tensors)))
     makes = tuple(factors[Ref(len(graph.nodes) - 1, k)] for k in range(len(call.out)))
     signature = refined[-1]

@@ -21,6 +21,7 @@ STAGES = [
     ["integrations.dtensor"],  # our rules, for people without a plan
     ["factors"],
     ["reach", "own_scales"],
+    ["fitting"],
     ["products", "redistribute"],
     ["expansion"],
     ["structure"],
@@ -34,6 +35,7 @@ STAGES = [
     ["lower", "shards", "simulate", "simulate_plan", "inputs"],
     ["api"],
     ["cli", "operand_text"],
+    ["__main__"],
 ]
 LEVEL = {name: level for level, names in enumerate(STAGES) for name in names}
 LATE = {

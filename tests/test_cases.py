@@ -1,6 +1,8 @@
 """Small inputs behind public reports on planners of this kind, each standing for its whole kind."""
 
 import math
+import re
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -8,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from autoparallel_fp8 import AutoParallel, InfeasibleError, Plan, UsageError, simulate_plan
+from autoparallel_fp8 import AutoParallel, InfeasibleError, Plan, UsageError, reach, simulate_plan
+from autoparallel_fp8.graph import Graph
 from autoparallel_fp8.models.presets import build
 from autoparallel_fp8.redistribute import Step
 from autoparallel_fp8.shards import as_bytes, run_step
@@ -225,3 +228,62 @@ class TestFloat8Gather:
         assert moved.count(("all_gather", torch.uint8, 256 * 256)) == 1
         assert [kind for kind, _, size in moved if size == 2 * BF16.itemsize] == ["all_reduce"]
         assert not any(kind == "all_gather" and dtype == BF16 for kind, dtype, _ in moved)
+
+
+class Masked(nn.Module):
+    """A parameter that is read by an op without a rule alone."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.l = nn.Linear(256, size, bias=False)
+        self.e = nn.Parameter(torch.empty(size, size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.l(x) @ torch.triu(self.e)
+
+
+@pytest.mark.filterwarnings("ignore:no rule for aten.triu.default")
+class TestOpWithoutARule:
+    """An op that is planned replicated does not keep the parameter it reads whole."""
+
+    def planner(self) -> AutoParallel:
+        with torch.device("meta"):
+            return planner(Masked(4096), "dp=4", 4096, 256)
+
+    def test_the_parameter_is_stored_split_and_gathered_before(self) -> None:
+        plan = self.planner().optimize()
+        assert plan.parameters["e"].placements in (("S(0)",), ("S(1)",)) and share(plan, "e") == 1 / 4
+        assert "gathered in float32 over dp" in plan.parameters["e"].why
+        reads = {node.inputs for node in plan.nodes if node.op == "aten.triu.default"}
+        assert plan.replicated_ops == ("aten.triu.default",) and reads == {("R",)}
+
+    @pytest.mark.parametrize("placement", ["R", "S(0)", "S(1)"])
+    def test_every_pin_of_it_works(self, placement: str) -> None:
+        plan = self.planner().pin("e", placement).optimize()
+        assert plan.status == "optimal" and plan.parameters["e"].placements == (placement,)
+
+    def test_no_plan_is_told_with_the_op_that_does_not_go_along(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As it was when gradients were split only where a rule splits them: not a word of memory, which is enough."""
+        leaders = reach._leaders
+
+        def without_gradients(graph: Graph, *rest: Any) -> Any:
+            outputs = tuple(output for output in graph.outputs if output.kind != "gradient")
+            return leaders(replace(graph, outputs=outputs), *rest)
+
+        monkeypatch.setattr(reach, "_leaders", without_gradients)
+        cause = r"op backward\.triu\w* \(aten\.triu\.default, backward\) has no layout that goes with it"
+        found = [a for a in self.planner().optimize().explain("e").alternatives if not a.chosen]
+        assert [a.placements for a in found] == ["S(0)", "S(1)"]
+        assert all(re.fullmatch(f"no plan has it: {cause}", a.note) for a in found)
+        with pytest.raises(InfeasibleError, match=rf'^no plan has pin\("e", "S\(0\)"\): {cause}\n'):
+            self.planner().pin("e", "S(0)").optimize()
+
+
+def test_memory_is_named_only_where_it_is_in_the_way() -> None:
+    """A weight that fits split alone; and one that a pin of the GEMM's result does not let be."""
+    asked = planner(mlp(1024, 1024), "a=8", 32, 1024)
+    found = asked.optimize().explain("0.weight").alternatives
+    assert not any("memory" in a.note for a in found)
+    small = AutoParallel(mlp(1024, 1024), "a=8", inputs=asked.inputs, device="H100", memory_limit="6 MiB")
+    notes = {a.placements: a.note for a in small.optimize().explain("0.weight").alternatives}
+    assert notes["R"] == "no plan has it within the memory limit"

@@ -1,13 +1,14 @@
 """The command line: what it prints, its exit codes, and that wrong input is a paragraph with place and cure."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from autoparallel_fp8.rules import rule_ops
+from autoparallel_fp8.rules import named_rules, rule_ops
 
 from autoparallel_fp8 import options
 from autoparallel_fp8.cli import main
@@ -72,7 +73,7 @@ def test_rules_lists_every_op_with_a_line_about_its_rule(capsys: pytest.CaptureF
     code, out, err = run(capsys, "rules")
     assert (code, err) == (0, "")
     lines = dict(line.split(maxsplit=1) for line in out.splitlines()[2:])
-    assert list(lines) == [str(op) for op in rule_ops()]
+    assert list(lines) == [*(str(op) for op in rule_ops()), *named_rules()]
     assert lines["aten.mm.default"].startswith("einsum(op, 'm k, k n -> m n'")
     assert lines["aten.embedding.default"] == "weight[v, d], indices[...] -> out[..., d]."
     code, out, _ = run(capsys, "rules", "--json")
@@ -130,6 +131,21 @@ def test_how_calls_are_written(name: str, capsys: pytest.CaptureFixture[str]) ->
     assert (code, err) == (0, "") and words in out and "mesh dp=8, device h100" in out
 
 
+def test_a_long_answer_is_cut_short_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """Four axes of mm, and a list of 500 tensors; JSON stays whole."""
+    asked = ["rules", "mm", "--shapes", "64x64,64x64", "--mesh", "a=2,b=2,c=2,d=2"]
+    _, out, _ = run(capsys, *asked)
+    _, data, _ = run(capsys, *asked, "--json")
+    count = len(json.loads(data)["options"])
+    assert f"... and {count - 200} more options of {count}: as JSON" in out and len(out.splitlines()) < 250 < count
+    _, out, _ = run(capsys, "rules", "cat", "--shapes", f"[{','.join(['4x8'] * 500)}]", "--mesh", "tp=2")
+    assert "tensors[4] [4, 8] bfloat16, ... 494 more ..., tensors[499] [4, 8] bfloat16 -> result [2000, 8]" in out
+    assert (
+        re.search(r"tensors\[4\] +\.\.\. 494 more \.\.\. +tensors\[499\]", out)
+        and max(map(len, out.splitlines())) < 400
+    )
+
+
 WRONG = {
     "unknown preset": (["plan", "llama3-9b"], 2, "no preset is called 'llama3-9b'"),
     "unknown device": (["plan", "factories:small", "--device", "H1000"], 2, 'no device profile is named "H1000"'),
@@ -144,6 +160,11 @@ WRONG = {
     "mesh text": (["plan", "factories:small", "--device", "H100", "--mesh", "8x8"], 2, "mesh"),
     "axis of size 0": (["plan", "factories:small", "--device", "H100", "--mesh", "dp=0"], 2, "dp"),
     "no inputs": (["plan", "factories:no_inputs", "--device", "H100"], 2, "no inputs for a Linear"),
+    "batch of no inputs": (
+        ["plan", "factories:no_inputs", "--batch", "4", "--device", "H100"],
+        2,
+        "set model.example_inputs = (x, ...) with the global shapes, as a factory may",
+    ),
     "graph break": (["plan", "factories:graph_break", "--device", "H100"], 1, "cannot be traced"),
     "not a model": (["plan", "factories:not_a_model", "--device", "H100"], 2, "returned a int"),
     "no such factory": (["plan", "factories:absent"], 2, "has no function 'absent'"),
@@ -196,6 +217,19 @@ WRONG = {
     "unknown argument": (["rules", "mm", "--shapes", "4x8,8x4", "--arg", "foo=1"], 2, "2 operands and --arg foo"),
     "argument without a value": (["rules", "relu", "--shapes", "4", "--arg", "dim"], 2, "--arg 'dim' has no value"),
     "value": (["rules", "sum", "--shapes", "4x8", "--arg", "dim=x"], 2, "'x' is no value of type"),
+    "an op that capture rewrites": (["rules", "linear"], 1, "capture writes it in simpler ops"),
+    "a call that capture rewrites": (["rules", "linear", "--shapes", "4x8,6x8"], 1, "such as aten.mm.default"),
+    "a rule whose package is absent": (["rules", "torchao.triton_to_mxfp8_dim0"], 2, "import torchao first"),
+    "a size of 20 digits": (["rules", "mm", "--shapes", "9" * 20 + "x4,4x4"], 2, "has more than 2**56 elements"),
+    "a size of 5000 digits": (["rules", "mm", "--shapes", "9" * 5000 + "x4,4x4"], 2, "has more than 2**56 elements"),
+    "an operand too large": (["rules", "mm", "--shapes", "9999999999x9999999999,9999999999x4"], 2, "than 2**56"),
+    "a result too large": (
+        ["rules", "mm", "--shapes", "9999999999x4,4x9999999999"],
+        2,
+        "does not take these arguments",
+    ),
+    "an argument of many digits": (["rules", "sum", "--shapes", "4x8", "--arg", "dim=" + "9" * 20], 2, "aten.sum"),
+    "an argument twice": (["rules", "sum", "--shapes", "4x8", "--arg", "dim=1", "--arg", "dim=0"], 2, "dim is given 2"),
     "dtype argument": (["rules", "_to_copy", "--shapes", "4", "--arg", "dtype=e9"], 2, "'e9' is no dtype"),
 }
 
@@ -293,3 +327,35 @@ def test_a_batch_smaller_than_an_axis_is_no_error(capsys: pytest.CaptureFixture[
         "H100",
     )
     assert code == 0 and "proven optimal" in out
+
+
+FACTORY = """import torch
+def make():
+    model = torch.nn.Linear(64, 64, bias=False)
+    model.example_inputs = (torch.empty(8, 64),)
+    return model
+"""
+
+
+@pytest.mark.parametrize("start", [["-m", "autoparallel_fp8"], ["-c", "from autoparallel_fp8.cli import main; main()"]])
+def test_a_factory_in_the_folder_where_one_stands(start: list[str], tmp_path: Path) -> None:
+    """As a module, and as the console script, which Python starts without that folder on its path."""
+    (tmp_path / "my_model.py").write_text(FACTORY)
+    script = ["-P"] * (start[0] == "-c" and sys.version_info >= (3, 11))
+    asked = ["plan", "my_model:make", "--mesh", "dp=2", "--device", "H100"]
+    done = subprocess.run([sys.executable, *script, *start, *asked], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and "proven optimal" in done.stdout
+
+
+def test_help_says_what_batch_is_of_images(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "plan", "--help")
+    assert code == 0 and "of images 32 times" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bert", "t5"])
+def test_a_published_config_is_planned_as_it_is(kind: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """These leave dropout at its default: that of attention weights is planned as 0, and the plan says so."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "decoder_start_token_id": 0}))
+    size = ["--layers", "1", "--mesh", "dp=2", "--seq", "64", "--device", "H100"]
+    code, out, err = run(capsys, "plan", str(tmp_path), *size)
+    assert (code, err) == (0, "") and "note: attention dropout 0.1 of the config is planned as 0\n" in out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from autoparallel_fp8.capture.simplify import simplify
 from autoparallel_fp8.errors import CaptureError, RuleError
 from autoparallel_fp8.expansion import expand
 from autoparallel_fp8.graph import Graph, Node
+from autoparallel_fp8.integrations.attention_dropout import build_notes
 from autoparallel_fp8.integrations.hugging_face import build_from_config
 from autoparallel_fp8.mesh import parse_mesh
 from autoparallel_fp8.ops.dropout import draw_seed, dropout, dropout_formula, keep_mask, step_seed
@@ -300,26 +300,69 @@ def test_other_random_ops_are_refused(call: Any) -> None:
         expand(graph, parse_mesh("tp=2"), architecture="cpu")
 
 
+T5 = {"model_type": "t5", "decoder_start_token_id": 0}
+
+
 @pytest.mark.parametrize(
-    ("config", "cure"),
+    ("config", "field", "name"),
     [
-        ({**small_config("gpt2"), "attn_pdrop": 0.1}, "build the model with attn_pdrop=0 in its GPT2Config"),
-        (
-            {**small_config("llama3-debug"), "attention_dropout": 0.1},
-            "build the model with attention_dropout=0 in its LlamaConfig",
-        ),
+        (small_config("gpt2"), "attn_pdrop", "GPT2Config"),
+        (small_config("llama3-debug"), "attention_dropout", "LlamaConfig"),
+        (T5, "dropout_rate", "T5Config"),
     ],
-    ids=["gpt2", "llama"],
+    ids=["gpt2", "llama", "t5"],
 )
-def test_attention_dropout_names_the_field_to_set(config: dict[str, Any], cure: str) -> None:
-    """A Hugging Face config has another name for it in every family; in eval mode there is none."""
-    model, tokens = build_from_config(config, 1), torch.empty(2, 8, dtype=torch.int64, device="meta")
+def test_attention_dropout_names_the_field_to_set(config: dict[str, Any], field: str, name: str) -> None:
+    """A Hugging Face config has another name for it in every family, T5 one for all; in eval mode there is none."""
+    shell: Any = build_from_config(config, 1)
+    shell.config.update({field: 0.1})
+    with torch.device("meta"):
+        model = type(shell)(shell.config)
+    tokens = torch.empty(2, 8, dtype=torch.int64, device="meta")
+    named = {"input_ids": tokens, "decoder_input_ids": tokens} if field == "dropout_rate" else {"input_ids": tokens}
     message = (
-        rf"attention dropout is not planned: dropout_p is 0.1\n.*\n  do: {re.escape(cure)}, or plan model.eval\(\)"
+        "attention dropout is not planned: dropout_p is 0.1\n.*\n"
+        rf"  do: build the model with {field}=0 in its {name}, or plan model.eval\(\)"
     )
     with pytest.raises(CaptureError, match=message):
-        capture(model.train(), (tokens,))
-    assert not dropouts(capture(model.eval(), (tokens,)))
+        capture(model.train(), (), kwargs=named)
+    assert not dropouts(capture(model.eval(), (), kwargs=named))
+
+
+def test_attention_dropout_of_torchs_module_names_it() -> None:
+    """The module and its argument, which forward reads anew."""
+    model = nn.Sequential(nn.TransformerEncoderLayer(32, 2, 64, dropout=0.2, batch_first=True))
+    x = torch.empty(2, 4, 32)
+    with pytest.raises(CaptureError) as caught:
+        capture(model.train(), (x,))
+    assert str(caught.value) == (
+        "attention dropout is not planned: dropout_p is 0.2\n  at: 0.self_attn\n  do: build the "
+        "nn.MultiheadAttention with dropout=0 (model.0.self_attn.dropout = 0), or plan model.eval()"
+    )
+    model[0].self_attn.dropout = 0.0
+    assert len(dropouts(capture(model, (x,)))) == 3
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        (small_config("gpt2"), "attn_pdrop"),
+        (small_config("llama3-debug"), "attention_dropout"),
+        ({"model_type": "bert"}, "attention_probs_dropout_prob"),
+        (T5, "dropout_rate"),
+    ],
+    ids=["gpt2", "llama", "bert", "t5"],
+)
+def test_a_model_from_a_config_has_no_attention_dropout(config: dict[str, Any], field: str) -> None:
+    """A published config can be planned as it is: the plan notes what it left out, other dropout stays."""
+    model: Any = build_from_config({**config, field: 0.125}, 1)
+    tokens = torch.empty(2, 8, dtype=torch.int64, device="meta")
+    named = {"input_ids": tokens, "decoder_input_ids": tokens} if field == "dropout_rate" else {"input_ids": tokens}
+    graph = capture(model.train(), (), kwargs=named)
+    assert graph.notes[0] == "attention dropout 0.125 of the config is planned as 0"
+    drops = {p for _, p, _ in dropouts(graph)}
+    assert drops == {"bert": {0.1}, "t5": {0.125}}.get(config["model_type"], set())
+    assert build_notes(build_from_config({**config, field: 0.0}, 1)) == ()
 
 
 def gpt2(num_layers: int, share_blocks: bool = True) -> Graph:

@@ -69,7 +69,7 @@ def test_a_row_is_offered_only_where_it_may_be_taken_on_every_axis() -> None:
 def test_of_rows_that_do_not_go_together_the_first_is_offered(monkeypatch) -> None:
     """A kernel that takes a split dim but no two of them."""
 
-    def refuse_two(op: Any, operands: Sequence[TensorSpec], architecture: str, call: Any) -> tuple[str, ...]:
+    def refuse_two(op: Any, operands: Sequence[TensorSpec], architecture: str, call: Any, **_: Any) -> tuple[str, ...]:
         return ("too small",) if operands[0].numel <= 8 * 8 // 4 else ()
 
     monkeypatch.setattr(dtensor, "broken_constraints", refuse_two)
@@ -157,6 +157,23 @@ def test_ops_that_cannot_be_registered(op, reason, monkeypatch) -> None:
         monkeypatch.setattr(dtensor, "find_rule", lambda op: lambda call: None)
     with pytest.raises(UsageError, match=reason):
         dtensor.register([op])
+
+
+@pytest.mark.parametrize(
+    ("ops", "reason"),
+    [
+        (aten._scaled_mm.default, "not a list of overloads"),
+        ("aten._scaled_mm.default", "not a list of overloads"),
+        (aten._scaled_mm, "not a list of overloads"),
+        (3, "3, not a list of overloads"),
+        ([[1]], "is no op overload"),
+        ([{}], "is no op overload"),
+    ],
+)
+def test_what_is_no_list_of_ops(ops, reason) -> None:
+    """A paragraph with a cure, not an error of Python's."""
+    with pytest.raises(UsageError, match=reason):
+        dtensor.register(ops)
 
 
 def test_a_torch_without_the_api(monkeypatch) -> None:

@@ -313,3 +313,23 @@ def test_a_bidirectional_model_gets_no_causal_loss() -> None:
     config = {**FAMILIES["bert"], "architectures": ["BertLMHeadModel"]}
     assert not is_causal_lm(build_from_config(config))
     assert is_causal_lm(build_from_config({**config, "is_decoder": True}))
+
+
+def test_a_pooler_of_few_sequences_is_told_how_to_leave_it_out() -> None:
+    """It sees one token a sequence, so the batch alone has to fit; nothing else of the model is in the way."""
+    with pytest.raises(UsageError) as caught:
+        planned_with(family("bert-base"), BATCH)
+    assert caught.value.at == "pooler.dense (aten._scaled_mm.default, backward)"
+    assert caught.value.do == (
+        "its rows come from dim 0 of input_ids, 4: the smallest from here is 16; or leave the layer out of the "
+        "conversion; or build the model with add_pooling_layer=False"
+    )
+    bare = family("bert-base")
+    with torch.device("meta"):
+        model = type(bare)(bare.config, add_pooling_layer=False).to(torch.bfloat16)
+    assert planned_with(model, BATCH).nodes
+
+
+def planned_with(model: Any, batch: int) -> Any:
+    inputs = (torch.empty(batch, SEQ, dtype=torch.int64, device="meta"),)
+    return AutoParallel(model, "dp=2", inputs=inputs, recipe="rowwise", device="H100").optimize()

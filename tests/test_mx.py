@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from autoparallel_fp8.rules import broken_constraints
+from autoparallel_fp8.rules import broken_constraints, options
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -216,7 +216,8 @@ CONSTRAINTS = [
     ("gfx950", (64, 64, 48), "row", "column", r"mat2 local [64, 48]: 48 is not a multiple of 32"),
     ("sm100", (48, 64, 48), "column", "column", "mat1 local [48, 64] has strides [1, 48]: it must be row-major"),
     ("sm100", (48, 64, 48), "row", "row", "mat2 local [64, 48] has strides [48, 1]: it must be column-major"),
-    ("sm90", (7, 64, 5), "column", "row", None),
+    ("sm90", (7, 64, 5), "column", "row", "sm90 has no MX GEMM: it needs sm100 or later, or gfx950"),
+    ("gfx942", (64, 64, 64), "row", "column", "gfx942 has no MX GEMM: it needs sm100 or later, or gfx950"),
     ("cpu", (7, 64, 5), "column", "row", None),
 ]
 
@@ -225,13 +226,41 @@ CONSTRAINTS = [
 def test_what_kernels_demand(
     architecture: str, sizes: tuple[int, int, int], order_a: str, order_b: str, sentence: str | None
 ) -> None:
-    """Of a rank's own operands; a device without the kernel multiplies in bfloat16 and demands nothing."""
+    """Of a rank's own operands; a device without the kernel says so, and demands nothing where it is emulated."""
     m, k, n = sizes
     a = TensorSpec((m, k), ORDERS[order_a](m, k), E4M3)
     b = TensorSpec((k, n), ORDERS[order_b](k, n), E4M3)
     scales = (TensorSpec((m, k // 32), (k // 32, 1), E8M0), TensorSpec((k // 32, n), (1, k // 32), E8M0))
-    broken = broken_constraints(torch.ops.autoparallel_fp8.mx_mm.default, (a, b, *scales), architecture)
+    op = torch.ops.autoparallel_fp8.mx_mm.default
+    broken = broken_constraints(op, (a, b, *scales), architecture)
     assert broken == (() if sentence is None else (sentence,))
+    emulated = broken_constraints(op, (a, b, *scales), architecture, emulate=True)
+    assert emulated == (() if sentence and "no MX GEMM" in sentence else broken)
+
+
+def test_advice_names_the_multiple_that_is_demanded() -> None:
+    """16 on NVIDIA, 32 on AMD."""
+    for device, multiple in (("B200", 16), ("MI350X", 32)):
+        a, b = torch.empty(64, 64, dtype=E4M3, device="meta"), torch.empty(24, 64, dtype=E4M3, device="meta")
+        scales = torch.empty(64, 2, dtype=E8M0, device="meta"), torch.empty(24, 2, dtype=E8M0, device="meta").t()
+        found = options("autoparallel_fp8.mx_mm", a, b.t(), *scales, BF16, mesh="tp=4", device=device)
+        assert found.refused[0].sentence == f"mat2 local [64, 24]: 24 is not a multiple of {multiple}"
+        assert f"out features to a multiple of {multiple}" in found.advice
+
+
+def test_a_result_is_wide() -> None:
+    """bfloat16, float16 or float32; on AMD the first two. Two e5m2 operands are refused on CUDA."""
+    a, b, *scales = mx_operands(64, 64, 64)
+    b, scales[1] = b.t().contiguous().t(), scales[1].t().contiguous().t()
+    with pytest.raises(UsageError, match="mx_mm makes bfloat16, float16 or float32, not int32"):
+        options("autoparallel_fp8.mx_mm", a, b, *scales, torch.int32, mesh="tp=2", device="B200")
+    found = options("autoparallel_fp8.mx_mm", a, b, *scales, F32, mesh="tp=2", device="MI350X")
+    assert not found.options and found.refused[0].sentence.startswith("a result of float32: gfx950 multiplies MX")
+    assert options("autoparallel_fp8.mx_mm", a, b, *scales, F32, mesh="tp=2", device="B200").options
+    a, b = a.view(torch.float8_e5m2), b.view(torch.float8_e5m2)
+    assert options("autoparallel_fp8.mx_mm", a, b, *scales, BF16, mesh="tp=2", device="MI350X").options
+    found = options("autoparallel_fp8.mx_mm", a, b, *scales, BF16, mesh="tp=2", device="B200")
+    assert not found.options and "both float8_e5m2" in found.refused[0].sentence
 
 
 # ---- the layer -----------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import dataclasses
 import doctest
 import json
 import logging
+import pickle
 import subprocess
 import sys
 import warnings
@@ -16,7 +17,18 @@ from typing import Any
 
 import pytest
 import torch
-from autoparallel_fp8.rules import Signature, einsum, elementwise, find_rule, op_names, plugins, rule
+from autoparallel_fp8.rules import (
+    Signature,
+    einsum,
+    elementwise,
+    find_rule,
+    named_rules,
+    op_names,
+    plugins,
+    reduction,
+    rule,
+)
+from autoparallel_fp8.rules import check as rules_check
 from autoparallel_fp8.rules import language as rules_language
 from op_samples import all_samples
 from split_ops import kind_of
@@ -47,10 +59,18 @@ def third(x: Tensor) -> Tensor:
     return x / 3
 
 
+@torch.library.custom_op("op_options_tests::flat", mutates_args=())
+def flat(x: Tensor, rows: int) -> Tensor:
+    """[rows, the rest] of a flat tensor."""
+    return x.view(rows, -1).clone()
+
+
+flat.register_fake(lambda x, rows: x.new_empty(rows, x.numel() // rows))
 for own in (half, third):
     own.register_fake(torch.empty_like)
 HALF, THIRD = torch.ops.op_options_tests.half.default, torch.ops.op_options_tests.third.default
 E4M3, F32, BF16 = torch.float8_e4m3fn, torch.float32, torch.bfloat16
+FNUZ = torch.float8_e4m3fnuz
 
 
 def meta(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -392,10 +412,125 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
 }  # fmt: skip
 
 
+def scaled_v2(recipe: list[int], scales: int = 1, *shape: int) -> OpOptions:
+    """a [32, 64] times b [64, 48], the second operand tensorwise."""
+    a, b = meta(32, 64, dtype=E4M3), meta(48, 64, dtype=E4M3).t()
+    scale = meta(*shape, dtype=F32)
+    return options(
+        "_scaled_mm_v2", a, b, [scale] * scales, recipe, [], [meta(dtype=F32)], [0], [], None, BF16, mesh="tp=2"
+    )
+
+
+def heads(q: int, kv: int) -> list[Tensor]:
+    return [meta(2, n, 16, 8) for n in (q, kv, kv)]
+
+
+WRONG |= {
+    "quantized": (
+        lambda: options("relu", torch._empty_affine_quantized([4], scale=1.0, dtype=torch.quint8), mesh="tp=2"),
+        UsageError, "a quantized tensor (quint8)", "plain tensor",
+    ),
+    "nested": (
+        lambda: options("aten.relu.default", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), mesh="tp=2"),
+        UsageError, "a nested tensor", "plain tensor",
+    ),
+    "the seed of a dropout": (
+        lambda: options("autoparallel_fp8.dropout", meta(4), 0.1, True, mesh="tp=2"), UsageError,
+        "for argument 'seed' but instead found type 'bool'", "Tensor seed",
+    ),
+    "an index of booleans": (
+        lambda: options("index", meta(4, 8), [meta(4, dtype=torch.bool)], mesh="tp=2"), UsageError,
+        "the size of the result of aten.index.Tensor depends on data", "shapes are known beforehand",
+    ),
+    "a number too large": (
+        lambda: options("mul", meta(4), 10**30, mesh="tp=2"), UsageError, "no overload of aten.mul takes", "mul.Tensor",
+    ),
+    "heads that do not group": (
+        lambda: options("attention", *heads(8, 3), mesh="tp=2"), UsageError,
+        "8 query heads cannot share 3 key-value heads", "mend the operands",
+    ),
+    "a mask of other scores": (
+        lambda: options("attention", *heads(8, 8), meta(7, 7), mesh="tp=2"), UsageError,
+        "a mask [7, 7] does not broadcast to the scores [2, 8, 16, 16]", "mend the operands",
+    ),
+    "attention without heads": (
+        lambda: options("attention", *[meta(2, 16, 8)] * 3, mesh="tp=2"), UsageError,
+        "attention reads [batch, heads, length, head dim]", "mend the operands",
+    ),
+    "no scales": (
+        lambda: options("_scaled_mm", meta(16, 16, dtype=E4M3), meta(16, 16, dtype=E4M3).t(), None, None, mesh="tp=2"),
+        UsageError, "scale_a and scale_b None: both operands have a scale", "mend the operands",
+    ),
+    "a recipe that is none": (
+        lambda: scaled_v2([99]), UsageError, "recipe_a has 99; recipes are 0 tensorwise, 1 rowwise", "mend",
+    ),
+    "a negative recipe": (lambda: scaled_v2([-1]), UsageError, "recipe_a has -1; recipes are", "mend"),
+    "no recipe": (lambda: scaled_v2([]), UsageError, "these are 0 recipes for 1 scales", "mend"),
+    "more scales than recipes": (lambda: scaled_v2([0], 2), UsageError, "these are 1 recipes for 2 scales", "mend"),
+    "a recipe of other scales": (
+        lambda: scaled_v2([1]), UsageError, "recipe_a is 1 (rowwise), which has 32 scales here", "mend",
+    ),
+    "an op that a plan rewrites": (
+        lambda: options("linear", meta(4, 8), meta(6, 8), mesh="tp=2"), RuleError,
+        "no rule for aten.linear.default, and a plan needs none: capture writes this call as aten.t.default, "
+        "aten.mm.default", "such as aten.mm.default",
+    ),
+    "attention as torch has it": (
+        lambda: options("scaled_dot_product_attention", *heads(8, 8), mesh="tp=2"), RuleError,
+        "capture writes this call as autoparallel_fp8.attention.default", "such as autoparallel_fp8.attention.default",
+    ),
+    "dropout as torch has it": (
+        lambda: options("aten.dropout", meta(4, 8), 0.1, True, mesh="tp=2"), RuleError,
+        "autoparallel_fp8.dropout.default", "such as",
+    ),
+    "cross-entropy as torch has it": (
+        lambda: options("cross_entropy_loss", meta(4, 8), meta(4, dtype=torch.int64), mesh="tp=2"), RuleError,
+        "capture writes this call as aten.arange", "such as",
+    ),
+    "a convolution": (
+        lambda: options("conv2d", meta(1, 4, 8, 8), meta(8, 4, 2, 2), mesh="tp=2"), RuleError,
+        "as aten.convolution.default", "such as aten.convolution.default",
+    ),
+    "a table of torch's": (
+        lambda: options("aten.stack", [meta(4), meta(4)], mesh="tp=2"), RuleError, "writes this call as", "aten.cat",
+    ),
+}  # fmt: skip
+
+
+def test_an_op_of_a_package_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a rule by name; the cure is to import the package."""
+    monkeypatch.setitem(rules_language._NAMED, "nowhere.cast.default", (rules_language.pointwise, {}))
+    with pytest.raises(UsageError, match="has a rule, but the op is not here") as caught:
+        options("nowhere.cast", meta(32, 32), mesh="tp=2")
+    assert "import nowhere first" in str(caught.value.do)
+
+
+@pytest.mark.parametrize("name", ["chunk", "linear", "logit", "nonzero", "conv2d"])
+def test_only_close_names_are_suggested(name: str) -> None:
+    """Namespace and overload make no names alike: `linear` was told of `isnan`, `chunk` of `round`."""
+    assert op_names.close_ops(f"aten.{name}.default") == []
+    assert op_names.close_ops("aten.softmax") == ["aten._softmax"] and "aten.mm" in op_names.close_ops("mn")
+
+
+def test_operands_that_can_be_read_but_once() -> None:
+    """A generator of tensors is a list."""
+    wanted = options("cat", [meta(4, 8), meta(4, 8)], 0, mesh="tp=2")
+    assert str(options("cat", (meta(4, 8) for _ in range(2)), 0, mesh="tp=2")) == str(wanted)
+    assert str(options("cat", tensors=iter([meta(4, 8)] * 2), mesh="tp=2")) == str(wanted)
+
+
+def test_the_answer_pickles() -> None:
+    """Although torch's overloads do not."""
+    found = scaled_mm(16, 64, 576, "tp=8")
+    copied = pickle.loads(pickle.dumps(found))
+    assert copied == found and copied.op is aten._scaled_mm.default and str(copied) == str(found)
+
+
 def scaled_mm_of(a: Tensor, b: Tensor) -> OpOptions:
     return options("_scaled_mm", a, b, meta(dtype=F32), meta(dtype=F32), mesh="tp=2")
 
 
+@pytest.mark.filterwarnings("ignore:.*nested|.*quantized")  # torch's, of how tensors are made
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_input_is_told_with_its_cure(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of ours with place and cure; torch's own log of the failure stays silent."""
@@ -447,6 +582,38 @@ NONSENSE: dict[str, tuple[Callable[[Any], Any], str]] = {
     "program": (lambda op: Signature((D0,), (D0,), SIZES, local={"a": "nowhere"}), "it runs 'nowhere'"),
     "einsum of other tensors": (lambda op: einsum(op, "m k, k n -> m n"), "does not have the tensors of op_options"),
     "einsum of other dims": (lambda op: einsum(op, "m -> m"), "does not fit shape (8, 6)"),
+    "einsum of no arrow": (lambda op: einsum(op, "m n, m n"), "has no arrow"),
+    "einsum of two arrows": (lambda op: einsum(op, "m n -> m n -> m n"), "has 2 arrows"),
+    "einsum of a bracket": (lambda op: einsum(op, "(m n -> m n"), "has brackets that do not match in '(m n'"),
+    "einsum of a closing bracket": (lambda op: einsum(op, "m n -> m n)"), "has brackets that do not match in 'm n)'"),
+    "einsum of brackets in brackets": (lambda op: einsum(op, "((a m)) n -> m n"), "has brackets that do not match"),
+    "einsum in square brackets": (lambda op: einsum(op, "[m n] -> [m n]"), "has '[m' for an atom"),
+    "einsum of a result's own atom": (lambda op: einsum(op, "m n -> m z"), "'z' that no tensor read has"),
+    "einsum of an unknown reduced": (lambda op: einsum(op, "m n -> m n", reduced={"z": "P"}), "reduced names 'z'"),
+    "einsum of a kept reduced": (
+        lambda op: einsum(op, "m n -> m n", reduced={"m": "P"}), "reduced names m, which every result of",
+    ),
+    "einsum of an unknown whole": (lambda op: einsum(op, "m n -> m n", whole=("zz",)), "whole names 'zz'; the atoms"),
+    "einsum of a text for whole": (lambda op: einsum(op, "m n -> m n", whole="m"), "whole is the text 'm'"),
+    "einsum of an unknown local": (lambda op: einsum(op, "m n -> m n", local={"zz": "x"}), "local names 'zz'"),
+    "einsum of bare operands": (lambda op: einsum(op, "m n -> m n", linear=(0, 1)), "linear is (0, 1), and takes"),
+    "elementwise of bare operands": (lambda op: elementwise(op, linear=(0, 1)), "linear is (0, 1), and takes"),
+    "elementwise of an unknown whole": (lambda op: elementwise(op, whole=("d2",)), "whole names 'd2'"),
+    "reduction of an unknown whole": (lambda op: reduction(op, [0], whole=("d2",)), "whole names 'd2'"),
+    "bare operands": (
+        lambda op: Signature((D0,), (D0,), SIZES, linear=(0,)), "linear is (0,), not groups",  # type: ignore[arg-type]
+    ),
+    "a negative operand": (lambda op: Signature((D0,), (D0,), SIZES, linear=((-1,),)), "an operand beyond the 1"),
+    "a group of none": (lambda op: Signature((D0,), (D0,), SIZES, linear=((),)), "a group without operands"),
+    "dims as text": (
+        lambda op: Signature(("a b",), (D0,), SIZES), "operands is ('a b',), not the atoms",  # type: ignore[arg-type]
+    ),
+    "finer": (
+        lambda op: Signature((D0,), (D0,), SIZES, finer=3), "finer is a int, not a Signature",  # type: ignore[arg-type]
+    ),
+    "dims swapped": (
+        lambda op: Signature((D0,), ((("b",), ("a",)),), {"a": 8, "b": 6}), "dim 0 of result 0 has size 8, not b=6",
+    ),
     "raises": (lambda op: op.tensors[1], "the rule raises IndexError: tuple index out of range"),
     "takes nothing": (lambda: None, "the rule raises TypeError"),  # type: ignore[misc, dict-item]
 }  # fmt: skip
@@ -468,6 +635,68 @@ def test_a_rule_that_returns_nonsense_is_named(name: str) -> None:
         expand(graph, parse_mesh("tp=2"), architecture="sm90")
 
 
+@pytest.mark.usefixtures("registry")
+def test_rows_of_a_users_rule_are_tried_on_parts() -> None:
+    """A plan would go wrong where a rank's own result is not what a row says: the row is named."""
+    square, rolled = meta(6, 6), torch.ops.op_options_tests.flat.default
+
+    @rule(HALF)
+    def swapped(op):
+        return einsum(op, "m n -> n m")
+
+    with pytest.raises(RuleError, match=r"-> S\(1\) \(split m\): over 2 ranks result 0 is \[3, 6\], not \[6, 3\]"):
+        options(HALF, square, mesh="tp=2")
+
+    @rule(rolled)
+    def flat(op):
+        return einsum(op, "(m n) -> m n", sizes={"m": op.arg("rows")})
+
+    with pytest.raises(RuleError, match=r"-> S\(0\) \(split m\): over 2 ranks result 0 is \[4, 3\], not \[2, 6\]"):
+        options(rolled, meta(24), 4, mesh="tp=2")
+
+    @rule(rolled)
+    def kept(op):
+        return einsum(op, "(m n) -> m n", sizes={"m": op.arg("rows")}, whole=("m",))
+
+    assert [o["x"].placements for o in options(rolled, meta(24), 4, mesh="tp=2").options] == [("R",), ("S(0.1)",)]
+
+    @rule(HALF)
+    def other_shape(op):
+        return einsum(op, "m n -> _ n")
+
+    with pytest.raises(RuleError, match=r"-> P\(sum\) \(split m\): over 2 ranks result 0 is \[3, 6\], not \[6, 6\]"):
+        options(HALF, square, mesh="tp=2")
+
+
+@pytest.mark.usefixtures("registry")
+def test_built_in_rules_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests prove them, and planning is not to pay for it; a user's rule for the same op is tried."""
+    tried: list[Any] = []
+    monkeypatch.setattr(rules_check, "wrong_rows", lambda signature, call: tried.append(call.op) or iter(()))
+    options("mm", meta(4, 8), meta(8, 4), mesh="tp=2")
+    options("relu", meta(4, 8), mesh="tp=2")
+    assert not tried
+    rule(aten.relu.default)(lambda op: elementwise(op))
+    options("relu", meta(4, 8), mesh="tp=2")
+    assert tried == [aten.relu.default]
+
+
+def test_what_a_rule_is_registered_with() -> None:
+    """Reasons are text under patterns, a rule is a function."""
+    for left_out, words in (([1], "left_out is a list"), ({"(": "x"}, "no pattern"), ({"x": 1}, "not both text")):
+        with pytest.raises(RuleError, match=words):
+            rule(HALF, left_out=left_out)  # type: ignore[arg-type]
+    with pytest.raises(RuleError, match="the rule is a int, not a function"):
+        rule(HALF)(3)  # type: ignore[arg-type]
+    assert find_rule(HALF) is None
+
+
+def test_public_names_of_rules() -> None:
+    """What rules of users may rely on; a new name is a decision."""
+    assert {"Where", "program", "rule", "rule_by_name", "named_rules"} <= set(autoparallel_fp8.rules.__all__)  # type: ignore[attr-defined]
+    assert all(hasattr(autoparallel_fp8.rules, name) for name in autoparallel_fp8.rules.__all__)  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("ops", [(), (torch.mm,), (aten.mm,), ("aten.mm.default",)])
 def test_a_rule_for_what_is_no_overload_is_refused_at_once(ops: tuple[Any, ...]) -> None:
     """Also where the decorator is written without its parentheses."""
@@ -484,7 +713,7 @@ def test_a_rule_for_what_is_no_overload_is_refused_at_once(ops: tuple[Any, ...])
 
 GOOD = """
 import torch
-from autoparallel_fp8.rules import elementwise, rule
+from autoparallel_fp8.rules import elementwise, rule, rule_by_name
 
 def register():
     rule(torch.ops.op_options_tests.half.default)(elementwise)
@@ -494,6 +723,7 @@ def replace():
 
 def fail():
     rule(torch.ops.op_options_tests.half.default)(elementwise)
+    rule_by_name("op_options_tests.gone.default")(elementwise)
     raise KeyError("half of it")
 
 def leave():
@@ -558,8 +788,37 @@ def test_a_broken_package_is_warned_about_and_left_out(install: Callable[..., No
     with pytest.warns(UserWarning) as caught:
         assert len(options("mm", meta(4, 8), meta(8, 4), mesh="tp=2").options) == 6
     assert [str(w.message) for w in caught] == [f"rules of plugin-broken ({value}) are not loaded: {reason}"]
-    assert find_rule(HALF) is None
+    assert find_rule(HALF) is None and "op_options_tests.gone.default" not in named_rules()
     assert plugins.load_plugins() == (str(caught[0].message),)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "sentence", "do"),
+    [
+        ("A100", E4M3, "sm80 has no float8 GEMM: it needs sm89, sm90 or later", "plan for a device that has one"),
+        ("MI300X", E4M3, "mat1 is float8_e4m3fn: gfx942 multiplies float8_e4m3fnuz", "cast to the device's float8"),
+        ("H100", FNUZ, "mat1 is float8_e4m3fnuz: sm90 multiplies float8_e4m3fn", "cast to the device's float8"),
+        ("MI300X", FNUZ, "", ""),
+        ("L40S", E4M3, "", ""),
+    ],
+)
+def test_a_device_without_the_kernel_refuses_every_layout(device: str, dtype: Any, sentence: str, do: str) -> None:
+    """And says why, and what to do."""
+    a, b = meta(64, 64, dtype=dtype), meta(64, 64, dtype=dtype).t()
+    scale = meta(dtype=F32)
+    found = options("_scaled_mm", a, b, scale, scale, out_dtype=BF16, mesh="tp=4", device=device)
+    assert bool(found.options) == (not sentence) and bool(found.refused) == bool(sentence)
+    assert all(r.sentence.startswith(sentence) for r in found.refused) and found.advice.startswith(do)
+
+
+def test_a_bias_of_another_length_is_a_mistake_of_the_call() -> None:
+    """63 elements for 64 columns."""
+    a, b, scale = meta(32, 64, dtype=E4M3), meta(64, 64, dtype=E4M3).t(), meta(dtype=F32)
+    for number in (63, 1):
+        with pytest.raises(UsageError, match=rf"a bias of shape \[{number}\] for 64 columns"):
+            options("_scaled_mm", a, b, scale, scale, bias=meta(number), out_dtype=BF16, mesh="tp=4")
+        with pytest.raises(UsageError, match=rf"a bias of shape \[{number}\] for 64 columns"):
+            options("_scaled_mm", a, b, scale, scale, meta(number), None, BF16, mesh="tp=4")
 
 
 def test_a_package_that_replaces_a_rule_is_said_so(install: Callable[..., None]) -> None:

@@ -15,7 +15,16 @@ from autoparallel_fp8.cost_models import load_device
 from autoparallel_fp8.cost_models.compute import gemm_us, op_us
 from autoparallel_fp8.cost_models.fusion import Traffic
 from autoparallel_fp8.cost_models.scaled_gemms import products, recipe_of
-from autoparallel_fp8.rules import HEAVY_OPS, Signature, broken_constraints, find_rule
+from autoparallel_fp8.rules import (
+    HEAVY_OPS,
+    OpCall,
+    Signature,
+    advice,
+    broken_constraints,
+    find_rule,
+    in_float8_of,
+    partial_kinds,
+)
 from autoparallel_fp8.rules.language import named_rules
 from grouped_samples import columns_scales, forms, mx, plain, tokens_scales
 from missing_rows import missing_rows, reasons_for
@@ -38,14 +47,18 @@ from scaled_samples import (
 from split_ops import Sample, call_of, kind_of, problems
 from torchao_samples import SCHEMAS, op_of, torchao_samples
 
-from autoparallel_fp8.errors import UsageError
-from autoparallel_fp8.graph import TensorSpec
+from autoparallel_fp8.capture import capture
+from autoparallel_fp8.errors import RuleError, UsageError
+from autoparallel_fp8.expansion import expand
+from autoparallel_fp8.graph import Graph, TensorSpec
+from autoparallel_fp8.mesh import parse_mesh
 from autoparallel_fp8.ops.grouped_mm import grouped_mm_formula
 from autoparallel_fp8.ops.scale_tiles import from_tiles, to_tiles
 from autoparallel_fp8.ops.scaled_mm import scaled_mm_formula, scaled_mm_v2_formula, values_of
 from autoparallel_fp8.ops.scaling import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, SWIZZLE_32_4_4, inferred_scales
 from autoparallel_fp8.ops.stand_ins import stand_in
 from autoparallel_fp8.products import format_option, local_specs
+from autoparallel_fp8.recipes import convert
 from autoparallel_fp8.shards import same_bits
 
 aten = torch.ops.aten
@@ -336,9 +349,11 @@ FACTORS = spec((256,), F32), spec((4, 128), F32)
 
 FLOAT4 = torch.float4_e2m1fn_x2
 PACKED = spec((256, 256), FLOAT4), spec((256, 128), FLOAT4, "T")
+SECOND = spec((8192,), E4M3), spec((), F32), spec((64, 32), E4M3, "T"), spec((), F32)
 MX_TOKENS = spec((512, 16), E8M0), spec((4, 2048), E8M0)
 THREE = spec((64, 384)), spec((384, 256), order="T"), spec((64, 3), F32, "T"), spec((3, 2), F32, "T")
 ONE_COLUMN = spec((64, 384)), spec((384, 128), order="T"), spec((64, 3), F32, "T"), spec((3, 1), F32, "T")
+E5M2, FNUZ, ONE = torch.float8_e5m2, torch.float8_e4m3fnuz, spec((), F32)
 ODD_ROWS = spec((254, 512)), B, spec((254, 4), F32, "T"), COLUMNS
 CASES = [
     (PLAIN, (A, B, ROWS, COLUMNS), "sm90", None),
@@ -358,9 +373,37 @@ CASES = [
     (PLAIN, (A, B, MX_A, MX_B), "gfx950", None),
     (PLAIN, (A, B, MX_A, MX_B), "sm90", "MX scales: sm90 has no kernel for them, sm100 and gfx950 have"),
     (PLAIN, (A, B, spec((64, 64), E8M0, "T"), MX_B), "sm120", "scale_a local [64, 64] has strides [1, 64]: it must be"),
-    (PLAIN, (spec((24, 512)), B, MX_A, MX_B), "gfx950", "mat1 local [24, 512]: 24 is not a multiple of 32"),
+    (PLAIN, (spec((24, 512)), B, MX_A, MX_B), "gfx950", "mat1 local [24, 512]: 24 is not a multiple of 16"),
+    (PLAIN, (spec((48, 512)), B, MX_A, MX_B), "gfx950", None),
+    (PLAIN, (spec((48, 448)), spec((448, 128), order="T"), MX_A, MX_B), "gfx950", "448 is not a multiple of 128"),
+    (NAMED, (spec((48, 512)), B, MX_A, MX_B), "gfx950", "mat1 local [48, 512]: 48 is not a multiple of 32"),
+    (NAMED, (*PACKED, *SECOND), "sm100", "scale_b local [64, 32] has strides [1, 64]: it must be contiguous"),
     (PLAIN, (A, B, spec((4096,), E4M3), MX_B), "gfx950", "NVFP4 scales: gfx950 has no kernel for them, sm100 has"),
     (NAMED, (*PACKED, MX_A, MX_B), "sm120", "MXFP4: sm120 has no kernel for it, sm100 has"),
+    *((PLAIN, (A, B, ONE, ONE), name, None) for name in ("sm89", "sm90", "sm100", "sm120", "gfx950", "gfx1201", "cpu")),
+    (
+        PLAIN,
+        (A, B, ONE, ONE),
+        "sm80",
+        "sm80 has no float8 GEMM: it needs sm89, sm90 or later, gfx94x, gfx950 or gfx12xx",
+    ),
+    (NAMED, (A, B, ONE, ONE), "sm86", "sm86 has no float8 GEMM"),
+    (PLAIN, (A, B, ONE, ONE), "gfx90a", "gfx90a has no float8 GEMM"),
+    (PLAIN, (A, B, ONE, ONE), "gfx942", "mat1 is float8_e4m3fn: gfx942 multiplies float8_e4m3fnuz"),
+    (PLAIN, (spec((256, 512), FNUZ), spec((512, 128), FNUZ, "T"), ONE, ONE), "gfx942", None),
+    (
+        PLAIN,
+        (A, spec((512, 128), FNUZ, "T"), ONE, ONE),
+        "sm90",
+        "mat2 is float8_e4m3fnuz: sm90 multiplies float8_e4m3fn",
+    ),
+    (SCALED_GROUPED, (A, W, *FACTORS, OFFS), "gfx942", "mat1 is float8_e4m3fn: gfx942 multiplies float8_e4m3fnuz"),
+    (
+        SCALED_GROUPED,
+        (spec((256, 512), E5M2), W, *FACTORS, OFFS),
+        "sm90",
+        "mat1 is float8_e5m2: grouped GEMMs multiply",
+    ),
     (GROUPED, (spec((96, 20), BF16), spec((4, 20, 16), BF16, "T"), OFFS), "cpu", "[96, 20]: rows of 40 bytes, not"),
     (GROUPED, (spec((96, 32), BF16), spec((4, 32, 16), BF16, "T"), OFFS), "sm90", None),
     (SCALED_GROUPED, (A, W, *FACTORS, OFFS), "sm90", None),
@@ -393,7 +436,8 @@ def test_constraints_of_the_call() -> None:
     swizzled = call_of(v1(*operands(128, 256, 128), tiles(128, 8), tiles(128, 8)))
     halves = (spec((128, 128)), spec((128, 128), order="T"), *swizzled.tensors[2:])
     assert any("gfx950 does not say" in s for s in broken_constraints(PLAIN, halves, "gfx950", swizzled))
-    assert not broken_constraints(PLAIN, swizzled.tensors, "gfx950", swizzled)
+    halved = replace(swizzled, out=(spec((128, 128), BF16),))
+    assert not broken_constraints(PLAIN, halved.tensors, "gfx950", halved)
     grouped = call_of(plain()[0])
     narrow = (grouped.tensors[0], spec((4, 32, 12), BF16, "T"), grouped.tensors[2])
     said = broken_constraints(GROUPED, narrow, "sm90", grouped)
@@ -408,6 +452,148 @@ def test_constraints_of_the_call() -> None:
         broken = broken_constraints(op, (spec((rows, 256), BF16),), "sm100", call)
         assert (not broken) if sentence is None else any(sentence in said for said in broken)
     assert any("sm90 has none" in said for said in broken_constraints(op, call.tensors, "sm90", call))
+
+
+def called(op: Any, tensors: tuple[Any, ...], made: torch.dtype, **more: Any) -> OpCall:
+    """A call of a scaled GEMM whose result has the dtype."""
+    a, b, *scales = tensors
+    args: tuple[Any, ...] = (a, b, *scales)
+    if op is NAMED:
+        recipe = more.pop("recipe", (1,))
+        args = (a, b, (scales[0],), recipe, (), (scales[1],), recipe, (), more.pop("bias", None), made)
+    read = (*tensors, *(value for value in more.values() if isinstance(value, TensorSpec)))
+    return OpCall(op, args, tuple(more.items()), read, (TensorSpec((256, 128), (128, 1), made),))
+
+
+ROWWISE_AB = A, B, spec((256, 1), F32), spec((1, 128), F32)
+PLAIN_AB, MX_AB = (A, B, ONE, ONE), (A, B, MX_A, MX_B)
+F16, INT = torch.float16, torch.int64
+RESULTS = [
+    *((op, PLAIN_AB, "sm90", made, "") for op in (PLAIN, NAMED) for made in (BF16, F16, F32, E4M3)),
+    *((PLAIN, PLAIN_AB, name, INT, "a result of int64: scaled GEMMs make bfloat16, float16, float32 or float8")
+      for name in ("sm90", "gfx950", "cpu")),
+    (PLAIN, ROWWISE_AB, "sm90", F32, ""),
+    (PLAIN, ROWWISE_AB, "cpu", F32, ""),
+    (PLAIN, ROWWISE_AB, "sm100", F16, ""),
+    *((op, ROWWISE_AB, "sm100", F32, "a result of float32: sm100 scales rows and columns into bfloat16 or float16")
+      for op in (PLAIN, NAMED)),
+    (PLAIN, ROWWISE_AB, "sm89", E4M3, "a result of float8_e4m3fn: sm89 scales rows and columns into bfloat16 or"),
+    (PLAIN, ROWWISE_AB, "gfx950", BF16, ""),
+    (PLAIN, ROWWISE_AB, "gfx950", F16, "a result of float16: gfx950 scales rows and columns into bfloat16"),
+    (PLAIN, MX_AB, "gfx950", F32, "a result of float32: gfx950 multiplies MX operands into bfloat16 or float16"),
+    (PLAIN, MX_AB, "sm100", F32, ""),
+    (SCALED_GROUPED, (A, W, *FACTORS, OFFS), "sm90", BF16, ""),
+    (SCALED_GROUPED, (A, W, *FACTORS, OFFS), "sm90", F32, "a result of float32: grouped float8 GEMMs make bfloat16"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "tensors", "architecture", "made", "sentence"), RESULTS)
+def test_a_result_has_a_dtype_that_the_kernel_makes(
+    op: Any, tensors: tuple[TensorSpec, ...], architecture: str, made: torch.dtype, sentence: str
+) -> None:
+    """Of the recipe, on the device."""
+    call = called(op, tensors, made, **({"recipe": (0,)} if tensors is PLAIN_AB and op is NAMED else {}))
+    said = broken_constraints(op, call.tensors, architecture, call)
+    assert not said if not sentence else len(said) == 1 and said[0].startswith(sentence), said
+
+
+def test_what_else_a_call_may_not_ask_of_a_kernel() -> None:
+    """A scale of a wide result, fast accumulation of float4, e5m2 under AMD's row factors, scattered factors in v2."""
+    half = called(PLAIN, PLAIN_AB, BF16, scale_result=ONE)
+    (said,) = broken_constraints(PLAIN, half.tensors, "sm90", half)
+    assert said == "scale_result with a result of bfloat16: kernels scale float8 results alone"
+    quarter = called(PLAIN, PLAIN_AB, E4M3, scale_result=ONE)
+    assert not broken_constraints(PLAIN, quarter.tensors, "sm90", quarter)
+    fast = called(PLAIN, (*PACKED, spec((8192,), E4M3), spec((4096,), E4M3)), BF16, use_fast_accum=True)
+    assert "use_fast_accum with packed float4: no kernel has it" in broken_constraints(
+        PLAIN, fast.tensors, "sm100", fast
+    )
+    mixed = called(PLAIN, (A, spec((512, 128), E5M2, "T"), *ROWWISE_AB[2:]), BF16)
+    assert not broken_constraints(PLAIN, mixed.tensors, "sm90", mixed)
+    (said,) = broken_constraints(PLAIN, mixed.tensors, "gfx950", mixed)
+    assert said == "mat2 is float8_e5m2: gfx950 scales rows and columns of e4m3 alone"
+    scattered = TensorSpec((1, 128), (128, 2), F32)
+    named = called(NAMED, (*ROWWISE_AB[:3], scattered), BF16)
+    (said,) = broken_constraints(NAMED, named.tensors, "sm90", named)
+    assert said == "scale_b local [1, 128] has strides [128, 2]: its last dim must be innermost"
+    packed = called(NAMED, (*PACKED, MX_A, MX_B), BF16, recipe=(BLOCK_1X32,), bias=spec((128,), BF16))
+    assert "a bias with MXFP4: sm100 leaves it out of the result" in broken_constraints(
+        NAMED, packed.tensors, "sm100", packed
+    )
+
+
+def test_a_bias_has_an_element_for_each_column() -> None:
+    """Any other is a mistake of the call, which no split mends."""
+    a, b = operands(16, 32, 64)
+    for sample in (v1(a, b, powers(), powers(), whole(63, dtype=F32)),
+                   v2(a, b, (powers(), powers(1)), ((0,), (0,)), bias=whole(63, dtype=F32))):  # fmt: skip
+        call = call_of(replace(sample, stand_in=lambda *args, **kwargs: torch.zeros(16, 64)))
+        with pytest.raises(RuleError, match=r"a bias of shape \[63\] for 64 columns of the result"):
+            find_rule(sample.op)(call)  # type: ignore[misc]
+
+
+def test_without_a_kernel_nothing_else_is_asked() -> None:
+    """One sentence and its advice; emulated, the product is a bfloat16 one, which takes any shape and order."""
+    odd = spec((256, 520)), spec((520, 100)), ONE, ONE
+    assert broken_constraints(PLAIN, odd, "sm80") == (
+        "sm80 has no float8 GEMM: it needs sm89, sm90 or later, gfx94x, gfx950 or gfx12xx",
+    )
+    assert advice(PLAIN, odd, "sm80") == (
+        "plan for a device that has one, keep the product in bf16, or plan with emulate=True",
+    )
+    assert broken_constraints(PLAIN, odd, "sm80", emulate=True) == ()
+    assert len(broken_constraints(PLAIN, odd, "sm90", emulate=True)) == 2
+    assert broken_constraints(PLAIN, (A, B, ROWS, COLUMNS), "sm100", emulate=True) == ()
+    assert broken_constraints(SCALED_GROUPED, (A, W, *FACTORS, OFFS), "sm80", emulate=True) == ()
+
+
+def test_a_plan_takes_one_spelling_of_float8_for_the_other() -> None:
+    """A graph traced on a laptop is of e4m3fn; for an MI300X that stands for e4m3fnuz."""
+    ours = in_float8_of("gfx942", (A, B, ONE, ONE))
+    assert [s.dtype for s in ours] == [FNUZ, FNUZ, F32, F32] and not broken_constraints(PLAIN, ours, "gfx942")
+    assert in_float8_of("sm90", ours) == in_float8_of("gfx950", ours) == (A, B, ONE, ONE)
+
+
+def rowwise_graph(tokens: int, features: int) -> Graph:
+    """A linear of torchao's rowwise recipe, forward and backward, traced on a CPU: in e4m3fn."""
+    with torch.device("meta"):
+        layers = torch.nn.Sequential(torch.nn.Linear(64, features, bias=False, dtype=BF16))
+    model, _ = convert(layers, "rowwise")
+    return capture(model, (torch.empty(tokens, 64, dtype=BF16, device="meta"),))
+
+
+def test_a_plan_for_an_mi300x_is_of_its_own_float8() -> None:
+    """The same options as for an MI350X, whose float8 the graph has."""
+    graph, mesh = rowwise_graph(64, 128), parse_mesh("tp=2")
+    there, here = (expand(graph, mesh, architecture=name) for name in ("gfx942", "gfx950"))
+    assert [len(kind.options) for kind in there.kinds] == [len(kind.options) for kind in here.kinds]
+
+
+def test_an_emulated_plan_demands_nothing_of_a_device_without_the_kernel() -> None:
+    """48 features over two ranks: 24 are refused where there is a float8 kernel, and fine where there is none."""
+    graph, mesh = rowwise_graph(32, 48), parse_mesh("tp=2")
+    with pytest.raises(UsageError, match=r"sm80 has no float8 GEMM(.*\n)*  do: plan for a device that has one"):
+        expand(graph, mesh, architecture="sm80")
+    emulated = expand(graph, mesh, architecture="sm80", emulate=True)
+    assert not any(kind.refused for kind in emulated.kinds)
+    (said, *_) = {r.sentence for kind in expand(graph, mesh, architecture="sm90", emulate=True).kinds
+                  for r in kind.refused}  # fmt: skip
+    assert "24 is not a multiple of 16" in said
+
+
+# ---- partial sums by dtype ---------------------------------------------------------------------------------------
+
+
+def test_complex_numbers_add_up_and_integers_stay_whole() -> None:
+    """A complex product is split along k, by brute force; an integer one is not."""
+    assert partial_kinds(spec((4,), torch.complex64)) == "P" and partial_kinds(spec((4,), torch.int64)) == "M"
+    a = torch.complex(whole(8, 12, dtype=F32), whole(12, 8, dtype=F32).t())
+    for x in (a, a.real.long()):
+        sample = Sample(aten.mm.default, (x, x.t().contiguous()))
+        kind = kind_of(sample, (2,))
+        assert not list(problems(sample, kind, (2,)))
+        assert ("S(1) x S(0) -> P(sum)" in rows_of(sample, 2)) == x.is_complex()
+        assert ("P(sum) x R -> P(sum)" in rows_of(sample, 2)) == x.is_complex()
 
 
 def test_a_split_that_a_kernel_refuses_is_no_option() -> None:

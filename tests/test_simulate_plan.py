@@ -229,6 +229,41 @@ def test_buffers_and_tied_weights(mesh):
         assert largest_error(found, wanted) < 2e-5, f"seed {seed}"
 
 
+class Masked(nn.Module):
+    """A parameter that is read by an op without a rule alone."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.l = nn.Linear(16, size, bias=False)
+        self.e = nn.Parameter(torch.empty(size, size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.l(x) @ torch.triu(self.e)
+
+
+@pytest.mark.filterwarnings("ignore:no rule for aten.triu.default")
+@pytest.mark.parametrize("mesh", ["dp=4", "dp=2,tp=2"])
+def test_a_parameter_that_an_op_without_a_rule_reads(mesh):
+    """It may be stored split, and is whole where it is read; so is its gradient where it is made."""
+    graph = capture(Masked(8), (torch.empty(8, 16),))
+    planned = Planned(graph, mesh)
+    values = [torch.arange(n.outputs[0].numel).sin().reshape(n.outputs[0].shape) for n in graph.nodes]
+    parameters = {n.target: v for n, v in zip(graph.nodes, values, strict=True) if n.kind == "parameter"}
+    inputs, grads = (
+        [v for n, v in zip(graph.nodes, values, strict=True) if n.kind == kind] for kind in ("input", "tangent")
+    )
+    wanted = run_graph(graph, parameters, inputs, grads)
+    (e,) = (i for i, n in enumerate(graph.nodes) if n.target == "e")
+    stored = set()
+    for seed in range(12):
+        choices = planned.at_random(seed)
+        stored |= set(planned.shape.sources[e][0][choices[e]])
+        routes = _random_routes(planned.space, seed)
+        found = run_plan(planned.space, planned.shape, choices, routes, parameters, inputs, grads)
+        assert largest_error(found, wanted) < 2e-5, f"seed {seed}"
+    assert {str(p) for p in stored} == {"R", "S(0)", "S(1)"}
+
+
 def test_a_value_that_is_missing():
     """A parameter without a value is named."""
     planned = Planned(in_float32(captured("gpt2", None)), "tp=2")

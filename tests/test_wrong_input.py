@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoparallel_fp8 import AutoParallel, AutoParallelError, CaptureError, InfeasibleError, Plan, PlanError, UsageError
 from autoparallel_fp8.capture import capture
 from autoparallel_fp8.models.presets import build
+from autoparallel_fp8.ops.mx_linear import MXLinear
 
 X = torch.empty(32, 64, device="meta")
 
@@ -232,3 +234,157 @@ def test_score_takes_names_and_placements(placements: object) -> None:
     planner = AutoParallel(nn.Linear(8, 8), "dp=2", inputs=(torch.empty(4, 8),), device="H100")
     with pytest.raises(UsageError, match="score"):
         planner.score(placements)  # type: ignore[arg-type]
+
+
+# ---- sizes, dtypes and devices that a recipe does not take --------------------------------------------------------
+
+
+class Two(nn.Module):
+    """A layer that sees every token, and one that sees one token a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.every, self.pooler = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.every(x)
+        return y, self.pooler(y[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "at", "rows"),
+    [
+        (lambda: nn.Linear(64, 64), (8, 64), "the model itself", "dim 0 of input, 8: the smallest from here is 16;"),
+        (
+            lambda: nn.Sequential(nn.Linear(64, 64)),
+            (3, 10, 64),
+            "0",
+            "dims 0 x 1 of input, 3 x 10: the smallest from here is 3 x 16 (48 tokens);",
+        ),
+        (Two, (4, 32, 64), "pooler", "dim 0 of x, 4: the smallest from here is 16;"),
+    ],
+)
+def test_rows_that_a_kernel_refuses_are_traced_to_the_input(
+    model: Callable[[], nn.Module], shape: tuple[int, ...], at: str, rows: str
+) -> None:
+    """The layer, the input's dims that are its rows, and sizes that fit, with which it plans; features are no rows."""
+    x = torch.empty(shape, device="meta")
+    with pytest.raises(UsageError) as caught:
+        AutoParallel(model(), "dp=2", inputs=(x,), recipe="rowwise", device="H100").optimize()
+    assert caught.value.at == f"{at} (aten._scaled_mm.default, backward)"
+    assert caught.value.do == f"its rows come from {rows} or leave the layer out of the conversion"
+    legal = {(8, 64): (16, 64), (3, 10, 64): (3, 16, 64), (4, 32, 64): (16, 32, 64)}[shape]
+    x = torch.empty(legal, device="meta")
+    assert AutoParallel(model(), "dp=2", inputs=(x,), recipe="rowwise", device="H100").optimize().nodes
+
+
+def test_mxfp8_names_the_model_whose_dtype_it_does_not_cast() -> None:
+    """And what to call; under mixed precision the compute dtype counts."""
+    model = build("llama3-debug", num_layers=1, dtype=torch.float16)
+    with pytest.raises(UsageError) as caught:
+        AutoParallel(model, "dp=2", recipe="mxfp8", device="B200", seq=64).graph()
+    assert str(caught.value) == (
+        "MXFP8 is cast from float32 or bfloat16, and the linears of the LlamaForCausalLM are float16\n"
+        "  at: model.layers.0.self_attn.q_proj\n"
+        "  do: plan model.to(torch.bfloat16), or mixed_precision with param_dtype=torch.bfloat16"
+    )
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    assert AutoParallel(model, "dp=2", recipe="mxfp8", device="B200", seq=64, mixed_precision=policy).graph().nodes
+
+
+def test_a_converted_model_without_a_kernel_is_told_of_emulation() -> None:
+    """MXFP8 weights of torchao on an H100."""
+    model = nn.Sequential(MXLinear(64, 64, bias=False)).to(torch.bfloat16)
+    x = torch.empty(64, 64, dtype=torch.bfloat16, device="meta")
+    with pytest.raises(UsageError) as caught:
+        AutoParallel(model, "dp=2", inputs=(x,), device="H100").optimize()
+    message = 'h100 (sm90) has no kernel for recipe "mxfp8", which the model was converted to, as by torchao\n  at: 0'
+    assert str(caught.value).startswith(message) and "with emulate=True (--emulate)" in str(caught.value.do)
+    assert AutoParallel(model, "dp=2", inputs=(x,), device="H100", emulate=True).optimize().status == "optimal"
+
+
+def test_a_recipe_that_converts_nothing_groups_layers_by_reason() -> None:
+    """Some names, the others counted."""
+    model = nn.Sequential(*(nn.Linear(10, 10) for _ in range(40)), nn.Linear(12, 16))
+    with pytest.raises(UsageError) as caught:
+        AutoParallel(model, "dp=2", inputs=(torch.empty(16, 10),), recipe="rowwise", device="H100").graph()
+    assert caught.value.message == (
+        "recipe 'rowwise' converts nothing: 0, 1, 2 and 37 more (in_features 10 is not a multiple of 16); "
+        "40 (in_features 12 is not a multiple of 16)"
+    )
+
+
+# ---- token ids ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"inputs": [[1, 2]]}, "inputs[0] is a list, not a tensor of token ids\n  at: inputs\n  do: pass integers"),
+        ({"kwargs": {"input_ids": [1]}}, "kwargs['input_ids'] is a list, not a tensor of token ids\n  at: kwargs"),
+        ({"kwargs": {"input_ids": torch.zeros(4)}}, "input_ids is torch.float32 [4], not integers [batch, seq]"),
+    ],
+)
+def test_token_ids_are_a_tensor_of_integers(arguments: dict[str, Any], message: str) -> None:
+    """Told before the model is traced."""
+    with pytest.raises(UsageError) as caught:
+        AutoParallel(build("llama3-debug", num_layers=1), "dp=2", device="H100", **arguments).graph()
+    assert str(caught.value).startswith(message)
+
+
+def test_token_ids_by_keyword_have_a_loss_too() -> None:
+    """The same graph as by position; none where it is not wanted."""
+    model, ids = build("llama3-debug", num_layers=1), torch.zeros(4, 16, dtype=torch.int64)
+    by_position = capture(model, (ids,))
+    assert capture(model, (), kwargs={"input_ids": ids}) == by_position
+    assert [o.target for o in by_position.outputs if o.kind == "output"] == ["loss"]
+    silent = capture(model, (), kwargs={"input_ids": ids}, loss=None)
+    assert [o.target for o in silent.outputs if o.kind == "output"] == ["logits"]
+
+
+# ---- what is said, and where --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (AttributeError("'Config' object has no attribute 'size'"), "'Config' object has no attribute 'size'"),
+        (ValueError("a 'quoted' word"), "a 'quoted' word"),
+        (KeyError("size"), "size"),
+    ],
+)
+def test_quotes_of_a_users_error_stay(error: Exception, shown: str) -> None:
+    """Only those around the whole text go."""
+    kind, text = type(error), error.args[0]
+
+    def raises(net: Net, x: Tensor) -> Tensor:
+        raise kind(text)
+
+    with pytest.raises(CaptureError) as caught:
+        capture(Net(raises), (X,))
+    assert caught.value.message == f"the model cannot be traced: {kind.__name__}: {shown}"
+
+
+@pytest.mark.parametrize("ask", [AutoParallel.optimize, lambda p: p.score({}), AutoParallel.space])
+def test_the_warning_of_a_missing_rule_points_at_the_users_line(ask: Callable[[AutoParallel], Any]) -> None:
+    """Not into the library, whichever call made the plan."""
+    asked = AutoParallel(Net(lambda net, x: torch.triu(net.lin(x))), "dp=2", inputs=(X,), device="H100")
+
+    def users_line() -> None:
+        ask(asked)
+
+    with pytest.warns(UserWarning, match=r"no rule for aten.triu.default: planned replicated") as caught:
+        users_line()
+    (line,) = {(w.filename, w.lineno) for w in caught}
+    first = users_line.__code__.co_firstlineno
+    is_lambda = ask.__name__ == "<lambda>"
+    assert line == (__file__, ask.__code__.co_firstlineno if is_lambda else first + 1)
+
+
+def test_notes_name_the_format_that_a_recipe_converts_to() -> None:
+    """MXFP8 is not float8's recipes."""
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 48, bias=False)).to(torch.bfloat16)
+    x = torch.empty(64, 64, dtype=torch.bfloat16, device="meta")
+    for recipe, note in (("mxfp8", "note: not converted to MXFP8: 1 (out_features 48"), ("rowwise", None)):
+        text = str(AutoParallel(model, "dp=2", inputs=(x,), recipe=recipe, device="B200").optimize())
+        assert (note in text) if note else ("not converted" not in text)

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from autoparallel_fp8.rules import AxisRow, Dims, Signature, find_rule, left_out, rule_ops  # noqa: E402
-from autoparallel_fp8.rules.language import LEFT_OUT_OF_ALL  # noqa: E402
+from autoparallel_fp8.rules import AxisRow, Dims, Signature, find_rule, left_out, named_rules, rule_ops  # noqa: E402
+from autoparallel_fp8.rules.language import LEFT_OUT_OF_ALL, named_rule  # noqa: E402
 from op_samples import all_samples  # noqa: E402
 from split_ops import Ways, ways_of  # noqa: E402
 
@@ -67,6 +67,9 @@ def table(tried: dict[str, Tried]) -> str:
     total = sum(tried[str(op)].samples for op in rule_ops() if str(op) in tried)
     counts = f"{len(lines)} ops, {own} samples written here, {total} calls of PyTorch's op tests."
     general = "".join(f"For every op, `{like}` is no row: {reason}.\n" for like, reason in LEFT_OUT_OF_ALL.items())
+    by_name = [f"- `{name}`: {inspect.getdoc(named_rule(name)) or ''}".split("\n")[0] for name in named_rules()]
+    general += "\nRules by name, of ops that exist where their package registers them (`import torchao`):\n\n"
+    general += "\n".join(by_name) + "\n"
     head = [_cells(COLUMNS), _cells("---" for _ in COLUMNS)]
     return "\n".join([INTRODUCTION, counts, "", general, *head, *lines, ""])
 

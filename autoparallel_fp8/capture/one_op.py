@@ -7,19 +7,18 @@ the CPU, so that kernels' demands on a GPU's operands are left to the constraint
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from autoparallel_fp8.errors import UsageError
 from autoparallel_fp8.graph import ABSENT, Graph, Node, Ref, TensorSpec
 from autoparallel_fp8.quiet import quiet
 
-from .from_fx import _DROPPED, _MATMULS, spec_of
-
-_SCALED = {torch.ops.aten._scaled_mm.default, torch.ops.aten._scaled_mm_v2.default}
+from .call_checks import check_tensors, wrong_call
+from .from_fx import _DROPPED, spec_of
 
 
 def capture_call(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Graph:
@@ -32,37 +31,69 @@ def capture_call(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Gra
     Raises:
         UsageError: the op does not take these arguments, or what it returns depends on data.
     """
-    # Tensors without data that claim a device; as in `trace.py` (2.11 to 2.14).
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-
-    def fake(tensor: Tensor) -> Tensor:
-        if type(tensor) not in (Tensor, nn.Parameter, FakeTensor) or tensor.layout is not torch.strided:
-            raise UsageError(
-                f"an argument is a {type(tensor).__name__} ({tensor.layout})",
-                at=str(op),
-                do="pass a plain tensor of the global shape, such as torch.empty(..., device='meta')",
-            )
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-
     args, kwargs = list(args), {name: value for name, value in kwargs.items() if name not in _DROPPED}
     unknown = sorted(set(kwargs) - {argument.name for argument in op._schema.arguments})
     if unknown:
         what = f"{op} has no argument {', '.join(map(repr, unknown))}"
         raise UsageError(what, at=str(op), do=f"call it as {op._schema}")
-    specs = list(map(spec_of, _tensors([args, list(kwargs.values())])))
+    tensors = _tensors([args, list(kwargs.values())])
+    check_tensors(op, tensors)
+    wrong = wrong_call(op, args, kwargs, list(map(spec_of, tensors)))
+    if wrong:
+        what, _, cure = f"{op} does not take these arguments: {wrong}".partition(": pass ")
+        at = ", ".join(format_spec(spec_of(tensor)) for tensor in tensors)
+        raise UsageError(
+            what,
+            at=at or "no tensor",
+            do=f"pass {cure}" if cure else "mend the operands' dtypes and shapes, and the arguments",
+        )
+    return _graph(op, args, kwargs, results_on(op, args, kwargs))
+
+
+def results_on(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[TensorSpec, ...]:
+    """What the op returns of these arguments.
+
+    Args:
+        op: the overload.
+        args, kwargs: as the op is called; tensors, or specs of them.
+
+    Raises:
+        UsageError: the op does not take these arguments, or what it returns depends on data.
+    """
+    # Tensors without data that claim a device, and what they raise where they would need it; as in `trace.py`
+    # (2.11 to 2.14).
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensorMode,
+    )
+
+    def fake(tensor: Any) -> Tensor:
+        shape, stride = (tensor.shape, tensor.stride if isinstance(tensor, TensorSpec) else tensor.stride())
+        return torch.empty_strided(shape, stride, dtype=tensor.dtype)
+
     with FakeTensorMode(), torch.no_grad(), quiet():
-        fakes, named = _mapped(args, fake), {name: _mapped(value, fake) for name, value in kwargs.items()}
-        _check_product(op, specs)
+        fakes, named = _mapped(list(args), fake), {name: _mapped(value, fake) for name, value in kwargs.items()}
+        specs = [spec_of(tensor) for tensor in _tensors([fakes, list(named.values())])]
         try:
             made = op(*fakes, **named)
         # What an op raises of wrong arguments is its own choice, from RuntimeError to AssertionError.
         except Exception as error:
+            at = ", ".join(map(format_spec, specs)) or "no tensor"
+            if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+                what = f"the size of the result of {op} depends on data, so it cannot be planned"
+                raise UsageError(what, at=at, do="use ops whose shapes are known beforehand, such as where") from error
             raise UsageError(
-                f"{op} does not take these arguments: {_first_line(error)}",
-                at=", ".join(map(format_spec, specs)) or "no tensor",
-                do=f"call it as {op._schema}",
+                f"{op} does not take these arguments: {_first_line(error)}", at=at, do=f"call it as {op._schema}"
             ) from error
-    return _graph(op, args, kwargs, _results(op, made))
+    return _results(op, made)
+
+
+def without_iterators(value: Any) -> Any:
+    """Arguments as plain values: what can be read but once becomes a list."""
+    if isinstance(value, Iterator):
+        return [without_iterators(item) for item in value]
+    return value
 
 
 def overload_of(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -72,12 +103,15 @@ def overload_of(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         UsageError: none does.
     """
     kwargs = {name: value for name, value in kwargs.items() if name not in _DROPPED}
-    name = packet._qualified_op_name
+    name, overloads = packet._qualified_op_name, packet.overloads()
+    check_tensors(packet, _tensors([list(args), list(kwargs.values())]))
+    if len(overloads) == 1:
+        return getattr(packet, overloads[0])  # its own error says more than that none is found
     try:
         # The choice that calling the packet makes, without the call; no public function tells it (2.11 to 2.14).
         return getattr(packet, torch._C._jit_resolve_packet(name, *args, **kwargs))
-    except RuntimeError as error:
-        schemas = "; ".join(str(getattr(packet, overload)._schema) for overload in packet.overloads())
+    except (RuntimeError, OverflowError, TypeError, ValueError) as error:
+        schemas = "; ".join(str(getattr(packet, overload)._schema) for overload in overloads)
         raise UsageError(
             f"no overload of {packet} takes these arguments", at=_first_line(error, 1), do=f"call it as {schemas}"
         ) from error
@@ -136,21 +170,8 @@ def _results(op: Any, made: Any) -> tuple[TensorSpec, ...]:
     return tuple(ABSENT if value is None else spec_of(value) for value in values)
 
 
-def _check_product(op: Any, specs: Sequence[TensorSpec]) -> None:
-    """Tensors without data multiply matrices of different dtypes, and scaled ones that share no k: no device does."""
-    dtypes = sorted({str(spec.dtype).removeprefix("torch.") for spec in specs})
-    wrong = ""
-    if op in _MATMULS and len(dtypes) > 1:
-        wrong = f"a matrix product of {' and '.join(dtypes)}"
-    elif op in _SCALED and len(specs) > 1 and specs[0].shape[-1:] != specs[1].shape[:1]:
-        wrong = f"{list(specs[0].shape)} and {list(specs[1].shape)} cannot be multiplied"
-    if wrong:
-        what = f"{op} does not take these arguments: {wrong}"
-        raise UsageError(what, at=", ".join(map(format_spec, specs)), do="mend the operands' dtypes and shapes")
-
-
-def _mapped(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    if isinstance(value, Tensor):
+def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(value, (Tensor, TensorSpec)):
         return function(value)
     return [_mapped(item, function) for item in value] if isinstance(value, (list, tuple)) else value
 

@@ -45,7 +45,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool
     return out
 
 
-def replace_calls(root: fx.GraphModule, module_of: Callable[[fx.Node], str], dropout_cure: str = "set it to 0") -> None:
+def replace_calls(root: fx.GraphModule, module_of: Callable[[fx.Node], str], dropout_cure: str) -> None:
     """Replaces attention, cross-entropy and dropout in a dynamo graph and its subgraphs, in place; clones results.
 
     Args:
@@ -85,16 +85,19 @@ def clone_results(root: fx.GraphModule) -> None:
 
 
 @contextmanager
-def inner_attention() -> Iterator[None]:
+def inner_attention(dropout_cure: str) -> Iterator[None]:
     """Replaces attention that dynamo's graph does not show while torch's own functions are traced through.
 
     `multi_head_attention_forward` looks the function up in `torch.nn.functional`, where ours stands for the while.
+
+    Raises:
+        CaptureError: attention with dropout; whoever traces adds the place.
     """
     real = F.scaled_dot_product_attention
 
     def inner(*args: Any, **kwargs: Any) -> Tensor:
         call = _attention_call(args, kwargs)
-        _refuse_dropout(call, "scaled_dot_product_attention")
+        _refuse_dropout(call, None, dropout_cure)
         q, k, v, mask = (call[name] for name in ("query", "key", "value", "attn_mask"))
         if not _is_covered(q, k, v):
             return real(*args, **kwargs)
@@ -111,7 +114,7 @@ def _attention_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[st
     return {**_ATTENTION_DEFAULTS, **dict(zip(_ATTENTION_ARGS, args, strict=False)), **kwargs}
 
 
-def _refuse_dropout(call: Mapping[str, Any], where: str, cure: str = "set it to 0") -> None:
+def _refuse_dropout(call: Mapping[str, Any], where: str | None, cure: str) -> None:
     if call["dropout_p"]:
         raise CaptureError(f"attention dropout is not planned: dropout_p is {call['dropout_p']}", at=where, do=cure)
 

@@ -34,8 +34,9 @@ from autoparallel_fp8.capture.trace_errors import traced_model
 from autoparallel_fp8.errors import CaptureError, UsageError
 from autoparallel_fp8.graph import Graph, Result
 from autoparallel_fp8.integrations import hugging_face
+from autoparallel_fp8.integrations.attention_dropout import attention_dropout_cure, build_notes
 from autoparallel_fp8.quiet import quiet
-from autoparallel_fp8.recipes import convert
+from autoparallel_fp8.recipes import check_dtypes, convert
 
 _PLAIN = (Tensor, bool, int, float, type(None))
 
@@ -72,11 +73,12 @@ def capture(
     """
     with quiet(), torch.enable_grad():
         call = _bind(model, tuple(inputs), dict(kwargs or {}), loss)
-        notes = hugging_face.loss_notes(model, call.names)
+        notes = build_notes(model) + hugging_face.loss_notes(model, call.names)
         copied, skipped = convert(meta_copy(model), recipe)
         masters = {name: spec_of(parameter) for name, parameter in copied.named_parameters()}
         if mixed_precision is not None:
             model_in_param_dtype(copied, mixed_precision.param_dtype)
+        check_dtypes(copied)
         _prepare_hugging_face(copied, call)
 
         def finished(graph: Graph) -> Graph:
@@ -131,8 +133,10 @@ def _bind(model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], los
     check_arguments(inputs, kwargs)
     is_lm = hugging_face.is_causal_lm(model)
     forward = hugging_face.CausalLM.forward if is_lm else type(model).forward
-    if is_lm and loss == "auto" and len(inputs) == 1 and "labels" not in kwargs and isinstance(inputs[0], Tensor):
-        inputs = (*inputs, torch.empty_like(inputs[0], device="meta"))
+    ids = kwargs.get("input_ids", inputs[0] if inputs else None)
+    if is_lm and loss == "auto" and len(inputs) < 2 and "labels" not in kwargs and isinstance(ids, Tensor):
+        labels = torch.empty_like(ids, device="meta")
+        inputs, kwargs = ((*inputs, labels), kwargs) if inputs else (inputs, {**kwargs, "labels": labels})
     signature = inspect.signature(forward)
     try:
         signature.bind(model, *inputs, **kwargs)
@@ -145,7 +149,7 @@ def _bind(model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], los
     args, kwargs = pytree.tree_map_only(Tensor, meta_like, (inputs, kwargs))
     names = _argument_names(signature, args, kwargs)
     if is_lm:
-        _check_token_ids(names, pytree.tree_leaves((args, kwargs)))
+        _check_token_ids(args, kwargs)
     has_loss = is_lm and any(name == "labels" for name in names)
     return _Call(args, kwargs, names, "loss" if has_loss else "logits" if is_lm else "output", is_lm)
 
@@ -185,13 +189,22 @@ def _leaf_names(name: str, value: Any) -> list[str]:
     return [".".join([name, *(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)]) for path in paths]
 
 
-def _check_token_ids(names: Sequence[str], leaves: Sequence[Any]) -> None:
-    for name, value in zip(names, leaves, strict=True):
+def _check_token_ids(inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Token ids and labels are integers [batch, seq]; a list of numbers is no tensor."""
+    named = [*zip(("input_ids", "labels"), inputs, strict=False), *kwargs.items()]
+    for i, (name, value) in enumerate(named):
+        if name in ("input_ids", "labels") and value is not None and not isinstance(value, Tensor):
+            place = f"inputs[{i}]" if i < len(inputs) else f"kwargs[{name!r}]"
+            raise UsageError(
+                f"{place} is a {type(value).__name__}, not a tensor of token ids",
+                at="inputs" if i < len(inputs) else "kwargs",
+                do="pass integers [batch, seq], such as torch.empty(8, 2048, dtype=torch.int64, device='meta')",
+            )
         is_ids = name in ("input_ids", "labels") and isinstance(value, Tensor)
         if is_ids and (value.is_floating_point() or value.ndim != 2):
             raise UsageError(
                 f"{name} is {value.dtype} {list(value.shape)}, not integers [batch, seq]",
-                at="inputs",
+                at="inputs" if i < len(inputs) else "kwargs",
                 do="pass token ids",
             )
 
@@ -232,7 +245,8 @@ class _Trace:
                 with fake, traced_model(model, self.module_of):
                     _check_returned(self.root(*self.args, **self.kwargs), model)
             raise
-        replace_calls(self.captured, self.module_of, hugging_face.attention_dropout_cure(model))
+        self.dropout_cure = attention_dropout_cure(model)
+        replace_calls(self.captured, self.module_of, self.dropout_cure)
 
     def shorten(self) -> Stack | None:
         """Cuts repeated blocks out of dynamo's graph; None and nothing cut where there are none."""
@@ -243,7 +257,8 @@ class _Trace:
         # The joint forward and backward graph, each input and output described (2.11 to 2.14).
         from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
-        with traced_model(self.model, self.module_of), inner_attention(), contextlib.ExitStack() as stack:
+        attention = inner_attention(self.dropout_cure)
+        with traced_model(self.model, self.module_of), attention, contextlib.ExitStack() as stack:
             joint = aot_export_joint_with_descriptors(
                 stack, self.captured, self.args, self.kwargs, decompositions=_decompositions()
             )

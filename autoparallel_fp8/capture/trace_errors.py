@@ -6,6 +6,7 @@ out, and the place: fqn of the module, file and line of the innermost frame that
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -40,10 +41,10 @@ def traced_model(model: nn.Module, module_of: Callable[[fx.Node], str]) -> Itera
     """Turns what a failed trace raises into a CaptureError that says why, and where in the model."""
     try:
         yield
-    except AutoParallelError:
-        raise
-    except _ERRORS as error:
+    except (AutoParallelError, *_ERRORS) as error:
         ours = _error_of_ours(error)
+        if ours is error and ours.at:
+            raise
         if ours is not None:
             place = place_of(error, model, module_of).partition(", ")[0]
             raise type(ours)(ours.message, at=ours.at or place, do=ours.do) from error
@@ -118,7 +119,13 @@ def _holds(module: nn.Module, file: str, line: int) -> bool:
 
 
 def _unquoted(text: str) -> str:
-    return _short(text.strip().strip("'\""))
+    """The text without the quotes around the whole of it; quotes that are a part of it stay."""
+    text = text.strip()
+    try:
+        value = ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return _short(text)
+    return _short(value if isinstance(value, str) else text)
 
 
 def _short(text: str) -> str:

@@ -63,9 +63,10 @@ def register(ops: Iterable[Any] | None = None) -> list[Any]:
             at=f"torch {torch.__version__}, torch.distributed.tensor.experimental.register_sharding",
             do="use torch 2.11 or later, built with torch.distributed",
         ) from error
-    chosen = sorted(default_ops() if ops is None else dict.fromkeys(ops), key=str)
-    for op in chosen:
+    named = default_ops() if ops is None else _listed(ops)
+    for op in named:
         _refuse(op)
+    chosen = sorted(dict.fromkeys(named), key=str)
     propagator = _propagator()
     for op in chosen:
         register_sharding(op)(sharding_function(op))
@@ -132,9 +133,14 @@ def _is_broken(
     found = {atom: part_sizes(signature.sizes[atom], counts) for atom, counts in ways.items()}
     if any(len(parts) > 1 and not _is_alone(signature, atom) for atom, parts in found.items()):
         return True
+    is_emulated = call.op.namespace == "autoparallel_fp8"  # ours run without a kernel too
     return any(
         broken_constraints(
-            call.op, _local_specs(call, signature, dict(zip(found, parts, strict=True))), architecture, call
+            call.op,
+            _local_specs(call, signature, dict(zip(found, parts, strict=True))),
+            architecture,
+            call,
+            emulate=is_emulated,
         )
         for parts in itertools.product(*found.values())
     )
@@ -320,6 +326,17 @@ def _refuse_sum_of_bytes(op: Any, name: str, spec: Any) -> None:
             at=f"{op}, placements {list(spec.placements)}",
             do="redistribute before the cast to 8 bits; a cast of a partial DTensor then reduces first",
         )
+
+
+def _listed(ops: Any) -> list[Any]:
+    """The ops that were passed, as a list."""
+    if isinstance(ops, (str, torch._ops.OpOverload, torch._ops.OpOverloadPacket)) or not isinstance(ops, Iterable):
+        raise UsageError(
+            f"ops is {ops!r}, not a list of overloads",
+            at="autoparallel_fp8.integrations.dtensor.register",
+            do="write register([torch.ops.aten._scaled_mm.default]), or register() for all that DTensor lacks",
+        )
+    return list(ops)
 
 
 def _refuse(op: Any) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from autoparallel_fp8.errors import CaptureError, UsageError
+from autoparallel_fp8.integrations.attention_dropout import attention_dropouts, without_attention_dropout
 from autoparallel_fp8.quiet import quiet
 
 ATTENTION = "autoparallel_fp8"
@@ -73,6 +74,9 @@ def build_from_config(
 ) -> nn.Module:
     """The model that a config describes, on the meta device: the class in `architectures`, or what the kind is for.
 
+    Dropout of attention weights, which is not planned, is 0 in it, and a note of its plans says so; other dropout is as
+    the config has it.
+
     Args:
         config: path of a config.json, a folder with one, or its content.
         num_layers: number of blocks instead of the config's, in encoder and decoder each.
@@ -102,6 +106,9 @@ def _build(values: dict[str, Any], where: str, num_layers: int | None, dtype: to
     try:
         built = CONFIG_MAPPING[kind].from_dict(values)
         built.use_cache = False
+        dropouts = attention_dropouts(built)
+        for name in dropouts:
+            setattr(built, name, 0.0)
         _check_sizes(built, where)
         if num_layers is not None:
             _set_num_layers(built, num_layers, where)
@@ -110,6 +117,7 @@ def _build(values: dict[str, Any], where: str, num_layers: int | None, dtype: to
             raise _unknown(kind, where)
         with torch.device("meta"):
             model: nn.Module = made._from_config(built, dtype=dtype)
+        without_attention_dropout(model, dropouts)
     except UsageError:
         raise
     # Every model's own code reads the config here, and its validators raise errors of their own: there is no list.
@@ -183,17 +191,12 @@ def without_cache(model: nn.Module) -> None:
             module.config.use_cache = False  # type: ignore[union-attr]
 
 
-def attention_dropout_cure(model: nn.Module) -> str:
-    """How to turn off the dropout of attention weights: names the config's fields for it, where they can be told."""
-    fields: dict[str, str] = {}
-    for module in model.modules():
-        if is_hugging_face(module):
-            for name, value in vars(module.config).items():
-                is_meant = "att" in name and "drop" in name and isinstance(value, float) and value > 0
-                fields |= {f"{name}=0": type(module.config).__name__} if is_meant else {}
-    if not fields:
-        return "set it to 0"
-    return f"build the model with {', '.join(fields)} in its {next(iter(fields.values()))}, or plan model.eval()"
+def pooler_cure(model: nn.Module, module: str) -> str:
+    """How to leave out the layer on top of an encoder's first token, where the module is of it: "" where it is not."""
+    is_pooler = is_hugging_face(model) and "pooler" in module.split(".")
+    owner = model.get_submodule(module.rpartition("pooler")[0].rstrip(".")) if is_pooler else model
+    is_free = is_pooler and "add_pooling_layer" in inspect.signature(type(owner).__init__).parameters
+    return "build the model with add_pooling_layer=False" if is_free else ""
 
 
 def output_head(model: nn.Module) -> nn.Module | None:

@@ -91,7 +91,7 @@ def _import(text: str) -> Callable[..., Any]:
         raise UsageError(
             f"cannot import {module_name!r}: {error}",
             at=_where(text, error),
-            do="run where the package can be imported",
+            do="run in the folder that holds it, or where its package is installed",
         ) from error
     # The module is the user's and may raise anything while it runs; a script may exit.
     except (Exception, SystemExit) as error:

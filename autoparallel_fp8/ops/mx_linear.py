@@ -125,5 +125,7 @@ def _check_tokens(x: Tensor) -> None:
     raise UsageError(
         f"{tokens} tokens are not a multiple of {BLOCK_SIZE}: MXFP8 casts the gradient of a weight along tokens",
         do=f"give a batch x sequence of a multiple of {BLOCK_SIZE} tokens: the smallest from here is "
-        f"{outer} x {legal} ({outer * legal} tokens)",
+        f"{outer} x {legal} ({outer * legal} tokens)"
+        if x.ndim > 2
+        else f"give a multiple of {BLOCK_SIZE} rows: the smallest from here is {legal}",
     )

@@ -23,6 +23,7 @@ from autoparallel_fp8.ops.scaling import TILE_COLUMNS, TILE_ROWS
 from autoparallel_fp8.ops.to_mx import BLOCK_SIZE, from_mx
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_RESULTS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def mx_mm_formula(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -31,7 +32,7 @@ def mx_mm_formula(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dt
     Raises:
         UsageError: dtypes or shapes are not those of an MX product.
     """
-    _check(a, b, scale_a, scale_b)
+    _check(a, b, scale_a, scale_b, out_dtype)
     return torch.mm(from_mx(a, scale_a, 1, torch.float32), from_mx(b, scale_b, 0, torch.float32)).to(out_dtype)
 
 
@@ -40,7 +41,7 @@ mx_mm = torch.library.custom_op("autoparallel_fp8::mx_mm", mx_mm_formula, mutate
 
 @mx_mm.register_kernel("cuda")
 def _mx_mm_cuda(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype) -> Tensor:
-    _check(a, b, scale_a, scale_b)
+    _check(a, b, scale_a, scale_b, out_dtype)
     if not has_kernel(a.device):
         return torch.mm(from_mx(a, scale_a, 1, torch.bfloat16), from_mx(b, scale_b, 0, torch.bfloat16)).to(out_dtype)
     is_swizzled = torch.version.hip is None
@@ -61,7 +62,7 @@ def _mx_mm_cuda(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtyp
 
 @mx_mm.register_fake
 def _mx_mm_fake(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype) -> Tensor:
-    _check(a, b, scale_a, scale_b)
+    _check(a, b, scale_a, scale_b, out_dtype)
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
 
@@ -87,7 +88,14 @@ def swizzled(scale: Tensor) -> Tensor:
     return groups.reshape(-1).view(torch.float8_e8m0fnu)
 
 
-def _check(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> None:
+def _check(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype) -> None:
+    if out_dtype not in _RESULTS:
+        name = str(out_dtype).removeprefix("torch.")
+        raise UsageError(
+            f"mx_mm makes bfloat16, float16 or float32, not {name}",
+            at="mx_mm, out_dtype",
+            do="make one of these and cast it after the product",
+        )
     if any(t.dtype not in _FLOAT8 for t in (a, b)) or any(t.dtype != torch.float8_e8m0fnu for t in (scale_a, scale_b)):
         dtypes = ", ".join(str(t.dtype).removeprefix("torch.") for t in (a, b, scale_a, scale_b))
         raise UsageError(f"mx_mm multiplies float8 by float8 with float8_e8m0fnu scales, not {dtypes}", at="mx_mm")

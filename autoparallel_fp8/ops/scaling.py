@@ -31,7 +31,7 @@ PADDED_BLOCKS = 4
 """The k blocks of a 128x128 scale are padded to a multiple of this in v2. Source: _scaled_block1x128_block128x128."""
 
 _INNER = {BLOCK_1X16: 16, BLOCK_1X32: 32, BLOCK_1X128: 128, BLOCK_128X128: 128}
-_NAMES = {
+NAMES = {
     TENSORWISE: "tensorwise",
     ROWWISE: "rowwise",
     BLOCK_1X16: "1x16",
@@ -68,7 +68,7 @@ class Scales:
         return _INNER.get(self.recipe, 0) // values_in(dtype)
 
     def __str__(self) -> str:
-        return _NAMES[self.recipe]
+        return NAMES[self.recipe]
 
 
 def values_in(dtype: torch.dtype) -> int:
@@ -87,6 +87,18 @@ def round_up(size: int, multiple: int) -> int:
 def tiled_numel(outer: int, blocks: int) -> int:
     """Elements of the swizzled scales of `outer` rows with `blocks` blocks each, padding included."""
     return round_up(outer, TILE_ROWS) * round_up(blocks, TILE_COLUMNS)
+
+
+def bias_fault(mat2: Sequence[int], bias: Sequence[int]) -> str:
+    """What is wrong with the shape of a scaled GEMM's bias, "" where it fits. Source: _scaled_mm_out_cuda.
+
+    >>> bias_fault((32, 64), (63,))
+    'a bias of shape [63] for 64 columns of the result'
+    >>> bias_fault((32, 64), (64,))
+    ''
+    """
+    is_right = prod(bias) == mat2[1]
+    return "" if is_right else f"a bias of shape {list(bias)} for {mat2[1]} columns of the result"
 
 
 def inferred_scales(a: Any, b: Any, scale_a: Any, scale_b: Any) -> tuple[Scales, Scales] | None:

@@ -7,16 +7,20 @@ import inspect
 import textwrap
 from typing import Any
 
-from ..rules import constraints_of, left_out, rule_ops
+from ..rules import constraints_of, left_out, named_rules, rule_ops
 from ..rules.check import rule_name
-from ..rules.language import LEFT_OUT_OF_ALL
+from ..rules.language import LEFT_OUT_OF_ALL, named_rule
 from ..rules.op_names import require_rule
 from .text import format_table
 
 
 def rule_summaries() -> dict[str, str]:
-    """Op -> the first line of its rule's docstring, or what the rule returns as it is written."""
-    return {str(op): _summary(require_rule(op)) for op in rule_ops()}
+    """Op -> the first line of its rule's docstring, or what the rule returns as it is written.
+
+    Ops that have a rule by name stand behind, whether their package is there or not.
+    """
+    by_name = {name: _summary(named_rule(name)) for name in named_rules()}
+    return {**{str(op): _summary(require_rule(op)) for op in rule_ops()}, **by_name}
 
 
 def format_rules() -> str:

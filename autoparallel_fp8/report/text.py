@@ -107,7 +107,8 @@ def format_notes(plan: Plan) -> str:
             reasons.setdefault(reason, []).append(name)
         for reason, names in reasons.items():
             shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            lines.append(f"note: not converted to float8: {shown} ({reason})")
+            made = "MXFP8" if plan.recipe == "mxfp8" else "float8"
+            lines.append(f"note: not converted to {made}: {shown} ({reason})")
     return "\n".join(lines)
 
 

@@ -8,7 +8,8 @@ prices     what a unit of a row (memory) is worth
 conflict   a small set of constraints that cannot hold together
 """
 
+from .conflict import without_options
 from .presolve import presolve
 from .solve import min_row, mix, solve, solve_larger, solve_raw
 
-__all__ = ["min_row", "mix", "presolve", "solve", "solve_larger", "solve_raw"]
+__all__ = ["min_row", "mix", "presolve", "solve", "solve_larger", "solve_raw", "without_options"]

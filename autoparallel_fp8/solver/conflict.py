@@ -14,7 +14,7 @@ import numpy as np
 
 from ..problem import Problem, Restriction, Row
 from .network import Network
-from .presolve import presolve
+from .presolve import forbid_restricted, presolve
 from .prune import drop_impossible
 
 Wish = Row | Restriction
@@ -66,6 +66,21 @@ def without_costs(problem: Problem) -> Problem:
         tables=tuple(np.where(np.isfinite(table), 0.0, np.inf) for table in problem.tables),
         offset=0.0,
     )
+
+
+def without_options(problem: Problem) -> tuple[str, ...]:
+    """Names of variables that the restrictions, and they alone, leave without options; not many, and not always all.
+
+    Where a neighbour of a restricted variable has no option that goes with it, the neighbour is named.
+    """
+    forbidden = replace(forbid_restricted(problem), rows=())
+    restricted = {r.variable for r in problem.restrictions}
+    neighbours: list[str] = []
+    for edge in forbidden.edges:
+        ends = np.isfinite(forbidden.costs[edge.u])[:, None] & np.isfinite(forbidden.costs[edge.w])[None, :]
+        if restricted & {edge.u, edge.w} and not (ends & np.isfinite(forbidden.tables[edge.table])).any():
+            neighbours += [problem.names[v] for v in (edge.u, edge.w) if v not in restricted]
+    return tuple(neighbours[:MAX_NAMES]) or _without_options(forbidden)
 
 
 def _without_options(problem: Problem) -> tuple[str, ...]:
