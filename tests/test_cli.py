@@ -219,7 +219,6 @@ WRONG = {
     "value": (["rules", "sum", "--shapes", "4x8", "--arg", "dim=x"], 2, "'x' is no value of type"),
     "an op that capture rewrites": (["rules", "linear"], 1, "capture writes it in simpler ops"),
     "a call that capture rewrites": (["rules", "linear", "--shapes", "4x8,6x8"], 1, "such as aten.mm.default"),
-    "a rule whose package is absent": (["rules", "torchao.triton_to_mxfp8_dim0"], 2, "import torchao first"),
     "a size of 20 digits": (["rules", "mm", "--shapes", "9" * 20 + "x4,4x4"], 2, "has more than 2**56 elements"),
     "a size of 5000 digits": (["rules", "mm", "--shapes", "9" * 5000 + "x4,4x4"], 2, "has more than 2**56 elements"),
     "an operand too large": (["rules", "mm", "--shapes", "9999999999x9999999999,9999999999x4"], 2, "than 2**56"),
