@@ -164,7 +164,7 @@ def full_like(op: Any) -> list[Sample]:
 
 @samples_for("_to_copy.default")
 def casts(op: Any) -> list[Sample]:
-    targets = (F32, F64, BF16, E4M3, torch.int64, torch.int8, torch.uint8, torch.bool)
+    targets = (F32, F64, BF16, torch.float16, E4M3, torch.int64, torch.int8, torch.uint8, torch.bool)
     found = [
         Sample(op, (x,), (("dtype", dtype),)) for x in (numbers(12, 8), numbers(6, 4, order="T")) for dtype in targets
     ]
