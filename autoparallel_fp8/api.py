@@ -9,7 +9,8 @@ import fnmatch
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,45 +34,12 @@ from .overlap import Overlap, solve_step
 from .plan import Plan
 from .problem import Array, Problem, Solution
 from .recipes import RECIPES
+from .settings import Settings, check_choice, check_number, parse_bytes
 from .solver import min_row, solve
 from .structure import Structure, structure
+from .verify import verify
 
 Progress = Callable[[str], None]
-
-
-@dataclass
-class Settings:
-    """How to plan; every field is an argument of `AutoParallel` of the same name."""
-
-    recipe: str | None
-    device: DeviceProfile
-    mixed_precision: Any
-    recompute: str
-    scale_scope: str
-    memory_limit: int
-    optimizer: Optimizer
-    strict: bool
-    emulate: bool
-    loss: str | None
-    topology: Topology
-    time_limit: float | None
-    notes: list[str] = field(default_factory=list)
-
-    def recorded(self) -> dict[str, Any]:
-        """What a plan file says of them."""
-        policy = self.mixed_precision
-        names = ("param_dtype", "reduce_dtype", "output_dtype")
-        dtypes = {name: getattr(policy, name) for name in names if policy is not None and getattr(policy, name, None)}
-        return {
-            "mixed_precision": {name: dtype_name(dtype) for name, dtype in dtypes.items()} or None,
-            "recompute": self.recompute,
-            "scale_scope": self.scale_scope,
-            "emulate": self.emulate,
-            "loss": self.loss,
-            "optimizer_state_bytes": self.optimizer.state_bytes,
-            "hidden_share": self.device.hidden_share,
-            "topology": asdict(self.topology) if self.topology != Topology() else None,
-        }
 
 
 @dataclass(frozen=True)
@@ -169,9 +137,9 @@ class AutoParallel:
         self.model = model
         self.mesh: Mesh = parse_mesh(mesh)
         profile, note = (load_device(device), "") if device is not None else default_device()
-        _check_choice("recipe", recipe, (None, *RECIPES))
-        _check_choice("scale_scope", scale_scope, ("local", "global"))
-        _check_choice("recompute", recompute, ("none",))
+        check_choice("recipe", recipe, (None, *RECIPES))
+        check_choice("scale_scope", scale_scope, ("local", "global"))
+        check_choice("recompute", recompute, ("none",))
         emulated = require_recipe(profile, recipe, emulate=emulate)
         if emulated:
             note = f"{note}; " * bool(note) + f"{profile.name} has no kernel for {recipe}: emulated in bfloat16"
@@ -182,12 +150,12 @@ class AutoParallel:
             recompute=recompute,
             scale_scope=scale_scope,
             memory_limit=parse_bytes(memory_limit, profile.memory_bytes),
-            optimizer=Optimizer(_check_number("optimizer", optimizer, least=0.0)),
+            optimizer=Optimizer(check_number("optimizer", optimizer, least=0.0)),
             strict=strict,
             emulate=emulate,
             loss=loss,
             topology=topology or Topology(),
-            time_limit=_check_number("time_limit", time_limit),
+            time_limit=check_number("time_limit", time_limit),
             notes=[note] if note else [],
         )
         self.name = name or type(model).__name__
@@ -245,7 +213,9 @@ class AutoParallel:
         request = self._request(self.constraints)
         plan = assemble(request, prepared.pricing, prepared.costs, solved.overlap, solved.solution)
         explainer = Explainer(prepared.space, prepared.shape, solved.overlap, solved.weight, solved.solution)
-        return replace(plan, explain_with=explainer.explain)
+        choices, routes = solved.solution.choices, prepared.pricing.routes
+        check = partial(verify, prepared.space, prepared.shape, choices, routes)
+        return replace(plan, explain_with=explainer.explain, verify_with=check)
 
     def score(self, placements: Mapping[str, Wanted] | Plan) -> Plan:
         """The best plan in which these parameters and ops lie as written; what is not named is chosen.
@@ -393,58 +363,6 @@ class AutoParallel:
         return Request(self.name, settings.recipe, described, recorded, settings.memory_limit, notes)
 
 
-def parse_bytes(value: float | str | None, default: int) -> int:
-    """Bytes from a number, or from text such as "64 GiB", "80GB", "1.5e10"; the default for None.
-
-    Raises:
-        UsageError: no number above 0.
-    """
-    if value is None:
-        return default
-    units = {
-        "": 1,
-        "B": 1,
-        "KB": 1e3,
-        "MB": 1e6,
-        "GB": 1e9,
-        "TB": 1e12,
-        "KIB": 2**10,
-        "MIB": 2**20,
-        "GIB": 2**30,
-        "TIB": 2**40,
-    }
-    text = str(value).strip()
-    number = text.rstrip("BKMGTIbkmgti ")
-    try:
-        count = float(number) * units[text[len(number) :].strip().upper()]
-    except (ValueError, KeyError):
-        count = -1.0
-    if not 0 < count < 2**60:
-        raise UsageError(
-            f"memory limit {value!r} is no size above 0", at="memory_limit", do='write bytes, "64 GiB" or "80 GB"'
-        )
-    return int(count)
-
-
-def _check_choice(name: str, value: Any, known: tuple[Any, ...]) -> None:
-    if value not in known:
-        words = ", ".join(str(choice) for choice in known)
-        if name == "recompute" and value in ("selective", "full"):
-            raise UsageError(f"recompute={value!r} is not planned yet", at="recompute", do='use recompute="none"')
-        raise UsageError(f"{name} is {value!r}", at=name, do=f"use one of {words}")
-
-
-def _check_number(name: str, value: float | None, least: float | None = None) -> float | None:
-    """The number, if it is finite and above 0 (or at least `least`)."""
-    if value is None:
-        return None
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or not (value > 0 if least is None else value >= least):
-        wanted = "above 0" if least is None else f"of {least:g} or more"
-        raise UsageError(f"{name} is {value!r}", at=name, do=f"give a number {wanted}")
-    return value
-
-
 def _describe(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{dtype_name(value.dtype)} {list(value.shape)}"
@@ -466,4 +384,4 @@ class _Stage:
             self.say(f"{self.name}: {time.perf_counter() - self.started:.1f} s")
 
 
-__all__ = ["AutoParallel", "parse_bytes"]
+__all__ = ["AutoParallel"]

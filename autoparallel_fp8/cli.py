@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from .errors import AutoParallelError, UsageError
+from .errors import AutoParallelError, PlanError, UsageError
 
 if TYPE_CHECKING:
     from .api import AutoParallel
@@ -79,6 +79,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_model_arguments(explain)
     explain.add_argument("--parameter", metavar="NAME", required=True, help="as the plan has it")
     explain.set_defaults(run=_explain)
+    verify = commands.add_parser("verify", help="plan, then run every rank in this process against the unsharded model")
+    _add_model_arguments(verify)
+    verify.set_defaults(run=_verify)
     devices = commands.add_parser("devices", help="list device profiles, or show one with its sources")
     devices.add_argument("name", nargs="?", help="one device, with the source of each number")
     devices.set_defaults(run=_devices)
@@ -240,6 +243,21 @@ def _explain(options: argparse.Namespace) -> None:
     explanation = planner.optimize().explain(name)
     planner.finish_progress()
     print(explanation)
+
+
+def _verify(options: argparse.Namespace) -> None:
+    planner = _planner(options)
+    result = planner.optimize().verify()
+    planner.finish_progress()
+    print(result)
+    wrong = [one.name for one in result.compared if one.error > result.bound]
+    if wrong:
+        count = f"{len(wrong)} of {len(result.compared)} tensors differ"
+        raise PlanError(
+            f"the plan does not give the unsharded model's numbers: {count}",
+            at=", ".join(wrong[:3]),
+            do="do not run it; report it with the command that made it",
+        )
 
 
 def _devices(options: argparse.Namespace) -> None:

@@ -77,6 +77,7 @@ class Space:
         kinds: without repeats, in order of first use.
         kind_of: for each node, its number in `kinds`.
         replicated_ops: names of ops without a rule, planned replicated.
+        signatures: of every node, atoms refined to the factors; None for what has no rule.
     """
 
     graph: Graph
@@ -86,6 +87,7 @@ class Space:
     kinds: tuple[Kind, ...]
     kind_of: tuple[int, ...]
     replicated_ops: tuple[str, ...] = field(default=())
+    signatures: tuple[Signature | None, ...] = ()
 
     def kind(self, node: int) -> Kind:
         return self.kinds[self.kind_of[node]]
@@ -156,7 +158,7 @@ def expand(
                 raise _illegal(node, found, architecture, inputs)
             kinds.append(found)
         kind_of.append(numbers[key])
-    return Space(graph, mesh, factors, reach, tuple(kinds), tuple(kind_of), missing)
+    return Space(graph, mesh, factors, reach, tuple(kinds), tuple(kind_of), missing, tuple(refined))
 
 
 @dataclass(frozen=True)

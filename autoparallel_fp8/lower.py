@@ -83,7 +83,7 @@ def local_call(kind: Kind, option: Option, sizes: tuple[int, ...], coordinate: t
         return LocalCall(partial(program, place), call.args, call.kwargs)
     reads = local_specs(kind.call.tensors, kind.operand_factors, option.operands, sizes)
     makes = local_specs(kind.call.out, kind.result_factors, option.results, sizes)
-    return _localized(kind.call, call, reads, makes)
+    return localized(kind.call, call, reads, makes)
 
 
 def _with_operands(call: OpCall) -> LocalCall:
@@ -107,7 +107,7 @@ def _fill(value: Any, tensors: Sequence[Any]) -> Any:
     return [_fill(item, tensors) for item in value] if isinstance(value, tuple) else value
 
 
-def _localized(
+def localized(
     whole: OpCall, call: LocalCall, reads: tuple[TensorSpec, ...], makes: tuple[TensorSpec, ...]
 ) -> LocalCall:
     """The plain op with every size among its arguments that of the rank's part."""

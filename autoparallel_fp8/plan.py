@@ -19,8 +19,12 @@ from .errors import PlanError, UsageError
 
 if TYPE_CHECKING:
     from .explain import Explanation
+    from .verify import Verification
 
 PLAN_VERSION = 1
+_LIVE = {"explain_with", "verify_with"}
+"""Fields that no file has: what a plan that was just made can still be asked."""
+
 _STEP_TIMES = ("compute", "exposed_comm", "hidden_comm", "optimizer", "total")
 _MEMORY = ("parameters", "gradients", "optimizer", "activations", "total", "limit")
 
@@ -116,6 +120,7 @@ class Plan:
     skipped: Mapping[str, str]
     notes: tuple[str, ...]
     explain_with: Callable[[str], Explanation] | None = field(default=None, repr=False, compare=False)
+    verify_with: Callable[[], Verification] | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         from .report.text import format_plan
@@ -124,7 +129,7 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON text: stable order, no times or dates of its making."""
-        data = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "explain_with"}
+        data = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _LIVE}
         data["parameters"] = {name: asdict(p) for name, p in self.parameters.items()}
         data["nodes"] = [asdict(node) for node in self.nodes]
         data["collectives"] = [asdict(c) for c in self.collectives]
@@ -169,10 +174,10 @@ class Plan:
                 at=where,
                 do="plan again",
             )
-        missing = sorted({f.name for f in fields(cls)} - {"explain_with"} - set(data))
+        missing = sorted({f.name for f in fields(cls)} - _LIVE - set(data))
         if missing:
             raise PlanError(f"the plan lacks {', '.join(missing)}", at=where, do="plan again")
-        known = {f.name: _tuples(data[f.name]) for f in fields(cls) if f.name != "explain_with"}
+        known = {f.name: _tuples(data[f.name]) for f in fields(cls) if f.name not in _LIVE}
         try:
             known["parameters"] = {name: ParameterPlan(**p) for name, p in known["parameters"].items()}
             known["nodes"] = tuple(NodePlan(**node) for node in known["nodes"])
@@ -206,6 +211,19 @@ class Plan:
                 do="run `autoparallel-fp8 explain` with the model, or AutoParallel(...).optimize() again",
             )
         return self.explain_with(name)
+
+    def verify(self) -> Verification:
+        """The plan run on every rank of its mesh in this process, on smaller tensors, held against the unsharded model.
+
+        Raises:
+            PlanError: the plan was read from a file.
+        """
+        if self.verify_with is None:
+            raise PlanError(
+                "a plan read from a file holds no graph to run",
+                do="run `autoparallel-fp8 verify` with the model, or AutoParallel(...).optimize() again",
+            )
+        return self.verify_with()
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
@@ -258,8 +276,8 @@ def _check_path(path: Any) -> None:
 @cache
 def _types(record: type) -> dict[str, Any]:
     """Field -> type, without the ones that no file has."""
-    hints = get_type_hints(record, localns={"Explanation": object})
-    return {name: hint for name, hint in hints.items() if name != "explain_with"}
+    hints = get_type_hints(record, localns={"Explanation": object, "Verification": object})
+    return {name: hint for name, hint in hints.items() if name not in _LIVE}
 
 
 def _check_types(record: Any, prefix: str, where: str) -> None:

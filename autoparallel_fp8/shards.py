@@ -8,7 +8,7 @@ row-major over the mesh axes. Local tensors have the exact strides of `layout.lo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import cache, reduce
 from math import prod
 
 import torch
@@ -99,23 +99,31 @@ def run_step(
         factors: of its dims.
         sizes: of the mesh axes.
     """
-    run = {"slice": _slice, "all_gather": _all_gather, "all_to_all": _all_to_all}.get(step.kind, _reduce)
+    run = {"slice": _slice, "all_gather": _all_gather, "all_to_all": _all_to_all}.get(step.kind, _take_reduced)
     before, after = (local_factors(factors, layout, sizes) for layout in (step.source, step.target))
     assert before is not None and after is not None, f"{step} does not fit factors {factors}"
     places = coordinates(sizes)
     ranks = {coordinate: rank for rank, coordinate in enumerate(places)}
     stride = local_stride(spec.shape, spec.stride, local_shape(spec.shape, factors, step.target, sizes))
     sent = [as_bytes(local) for local in shards]
-    found = []
-    for coordinate in places:
-        members = sorted(
-            (c for c in places if all(c[a] == coordinate[a] for a in range(len(sizes)) if a not in step.axes)),
-            key=lambda c: index_along(step.axes, sizes, c),
-        )
+    found: list[Tensor] = [sent[0]] * len(places)
+    for members in _groups(step.axes, sizes):
         group = [sent[ranks[c]] for c in members]
-        made = run(group, members.index(coordinate), step, before, after)
-        found.append(laid_out(made, stride).view(spec.dtype))
+        if step.reduction:
+            group = [_reduced(group, step.reduction)] * len(members)
+        for number, coordinate in enumerate(members):
+            made = run(group, number, step, before, after)
+            found[ranks[coordinate]] = laid_out(made, stride).view(spec.dtype)
     return found
+
+
+@cache
+def _groups(axes: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Coordinates of the ranks that differ along these axes only, in the order of their pieces."""
+    found: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    for coordinate in coordinates(sizes):
+        found.setdefault(tuple(c for a, c in enumerate(coordinate) if a not in axes), []).append(coordinate)
+    return tuple(tuple(sorted(group, key=lambda c: index_along(axes, sizes, c))) for group in found.values())
 
 
 def _slice(group: list[Tensor], me: int, step: Step, before: Factors, after: Factors) -> Tensor:
@@ -139,13 +147,17 @@ def _all_to_all(group: list[Tensor], me: int, step: Step, before: Factors, after
     return made
 
 
-def _reduce(group: list[Tensor], me: int, step: Step, before: Factors, after: Factors) -> Tensor:
-    """Sum or maximum of the group's tensors: whole (all_reduce) or the rank's piece (reduce_scatter)."""
-    combine = _reduction(step.reduction)
-    assert group[me].dtype != torch.uint8, "one-byte values are never summed"
+def _reduced(group: list[Tensor], reduction: str) -> Tensor:
+    """Sum or maximum of the group's tensors."""
+    assert group[0].dtype != torch.uint8, "one-byte values are never summed"
+    return reduce(_reduction(reduction), group)
+
+
+def _take_reduced(group: list[Tensor], me: int, step: Step, before: Factors, after: Factors) -> Tensor:
+    """What a rank keeps of the reduced tensor: the whole (all_reduce) or its piece (reduce_scatter)."""
     if step.kind == "all_reduce":
-        return reduce(combine, group)
-    return reduce(combine, [_piece(local, before, step.target, step, len(group), me) for local in group])
+        return group[me]
+    return _piece(group[me], before, step.target, step, len(group), me)
 
 
 def _piece_parts(local: Factors, layout: Layout, step: Step, ways: int, index: int) -> tuple[Part, ...]:

@@ -31,8 +31,10 @@ STAGES = [
     ["overlap"],
     ["plan"],
     ["assemble", "explain", "op_options"],
+    ["program", "lower", "shards", "rank_steps", "shrink", "widen"],
+    ["simulate", "simulate_plan", "reference", "inputs"],
+    ["verify", "settings"],
     ["report"],
-    ["lower", "shards", "simulate", "simulate_plan", "inputs"],
     ["api"],
     ["cli", "operand_text"],
     ["__main__"],
@@ -41,7 +43,9 @@ LEVEL = {name: level for level, names in enumerate(STAGES) for name in names}
 LATE = {
     ("plan", "report"),
     ("plan", "explain"),
+    ("plan", "verify"),
     ("explain", "report"),
+    ("verify", "report"),
     ("op_options", "report"),
     ("rules", "op_options"),  # `rules.options`
 }  # views of their own data, imported when asked for

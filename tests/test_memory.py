@@ -5,8 +5,8 @@ import re
 import pytest
 
 from autoparallel_fp8 import AutoParallel, InfeasibleError, Plan
-from autoparallel_fp8.api import parse_bytes
 from autoparallel_fp8.models.presets import build
+from autoparallel_fp8.settings import parse_bytes
 
 
 def plan_within(limit: int | None, batch: int) -> Plan:

@@ -1,0 +1,198 @@
+"""The same graph, options and choices on smaller tensors, so that all ranks of a mesh fit into one process.
+
+In: a `Space` and the choices made in it. Out: a `Space` whose every layout is legal as before. A factor that ops split
+or pass on everywhere shrinks to the ways that the plan splits it, times what kernels want of a rank's part; whatever
+an op wants whole, or says nothing of, keeps its size. What is computed is no longer the user's model, but the same
+ops, shardings and collectives: a wrong rule or a wrong collective gives wrong numbers as it would at full size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import gcd, lcm, prod
+from typing import Any
+
+import torch
+
+from .expansion import Kind, Space
+from .graph import ABSENT, Graph, Node, Ref, TensorSpec, map_refs
+from .layout import Factors, Layout, local_factors, local_stride
+from .lower import LocalCall, localized
+from .rules import Dims, OpCall, Signature
+from .structure import Structure
+
+aten = torch.ops.aten
+
+WHOLE = 128
+"""What is never split keeps its size up to this, or a multiple of it: blocks of scales are no larger."""
+
+Position = tuple[Ref, int, int]
+"""(value, dim, factor)."""
+
+
+def shrink(space: Space, shape: Structure, choices: Sequence[int], keep: int) -> Space:
+    """The space on smaller tensors.
+
+    Args:
+        space: options, with the signatures that they come from.
+        shape: its variables.
+        choices: the option of every variable; layouts of these stay legal.
+        keep: a rank's part of a factor stays a multiple of this where it was one (of its divisors otherwise).
+    """
+    sizes = _Sizes(space)
+    for ref, layout in _layouts(space, shape, choices):
+        sizes.split(ref, layout)
+    return _rebuilt(space, sizes.factors(keep))
+
+
+def _layouts(space: Space, shape: Structure, choices: Sequence[int]) -> Iterator[tuple[Ref, Layout]]:
+    """Every layout that a value is in under the choices."""
+    for link in shape.links:
+        yield link.ref, shape.sources[link.source][link.source_slot][choices[link.source]]
+        yield link.ref, shape.targets[link.target][link.target_slot][choices[link.target]]
+    for i, node in enumerate(space.graph.nodes):
+        for k, _ in enumerate(node.outputs):
+            yield Ref(i, k), shape.sources[i][k][choices[i]]
+
+
+class _Sizes:
+    """Factors that are one, seen in different tensors, and how finely the plan splits each.
+
+    Attributes:
+        parent: union-find over positions.
+        fixed: roots that keep their size.
+        whole: roots that some op never splits; they shrink as far as blocks of scales and heads let them.
+        ways: root -> in how many parts it is split, at least.
+    """
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+        self.parent: dict[Position, Position] = {}
+        self.ways: dict[Position, int] = {}
+        fixed: list[Position] = []
+        whole: list[Position] = []
+        for i, node in enumerate(space.graph.nodes):
+            if node.kind != "op":
+                continue
+            signature = space.signatures[i]
+            values = [*node.reads(), *(Ref(i, k) for k in range(len(node.outputs)))]
+            if signature is None:
+                fixed += [p for ref in values for p in self._positions(ref)]
+            else:
+                dims = (*signature.operands, *signature.results)
+                self._join(signature, list(zip(values, dims, strict=True)), fixed, whole)
+        self.fixed = {self.find(p) for p in fixed}
+        self.whole = {self.find(p) for p in whole}
+
+    def _positions(self, ref: Ref) -> Iterator[Position]:
+        for d, dim in enumerate(self.space.factors[ref]):
+            for f in range(len(dim)):
+                yield ref, d, f
+
+    def _join(
+        self, signature: Signature, tensors: list[tuple[Ref, Dims]], fixed: list[Position], whole: list[Position]
+    ) -> None:
+        """Ties the positions of each atom; notes those that the op does not name, and those that it wants whole."""
+        first: dict[str, Position] = {}
+        for ref, dims in tensors:
+            for d, dim in enumerate(self.space.factors[ref]):
+                atoms = dims[d] if len(dims[d]) == len(dim) else ()
+                fixed += [] if atoms else [(ref, d, f) for f in range(len(dim))]
+                for f, atom in enumerate(atoms):
+                    self.join(first.setdefault(atom, (ref, d, f)), (ref, d, f))
+                    whole += [(ref, d, f)] if atom in signature.whole else []
+
+    def find(self, position: Position) -> Position:
+        root = position
+        while self.parent.get(root, root) != root:
+            root = self.parent[root]
+        while self.parent.get(position, position) != root:
+            self.parent[position], position = root, self.parent[position]
+        return root
+
+    def join(self, a: Position, b: Position) -> None:
+        a, b = self.find(a), self.find(b)
+        if a != b:
+            self.parent[max(a, b)] = min(a, b)
+
+    def split(self, ref: Ref, layout: Layout) -> None:
+        """Takes note of how a layout splits a value."""
+        factors = self.space.factors[ref]
+        local = local_factors(factors, layout, self.space.mesh.sizes)
+        assert local is not None
+        for d, (whole, part) in enumerate(zip(factors, local, strict=True)):
+            for f, (size, left) in enumerate(zip(whole, part, strict=True)):
+                root = self.find((ref, d, f))
+                self.ways[root] = lcm(self.ways.get(root, 1), size // left)
+
+    def factors(self, keep: int) -> dict[Ref, Factors]:
+        """Factors of every value after shrinking."""
+        found = {}
+        for ref, dims in self.space.factors.items():
+            found[ref] = tuple(
+                tuple(self._size(self.find((ref, d, f)), size, keep) for f, size in enumerate(dim))
+                for d, dim in enumerate(dims)
+            )
+        return found
+
+    def _size(self, root: Position, size: int, keep: int) -> int:
+        if root in self.fixed:
+            return size
+        ways = self.ways.get(root, 1)
+        small = ways * gcd(size // ways, keep)
+        if root in self.whole:
+            small = lcm(small, gcd(size, WHOLE))
+        return small if small > 1 else size
+
+
+def _rebuilt(space: Space, factors: dict[Ref, Factors]) -> Space:
+    """The space on tensors of these factors; options and layouts stay as they are."""
+    shaped = [
+        replace(n, outputs=tuple(_small(spec, factors[Ref(i, k)]) for k, spec in enumerate(n.outputs)))
+        for i, n in enumerate(space.graph.nodes)
+    ]
+    small = replace(space.graph, nodes=tuple(shaped))
+    kinds: list[Kind] = []
+    numbers: dict[Any, int] = {}
+    kind_of = []
+    nodes = []
+    for i, node in enumerate(shaped):
+        old = space.kind(i)
+        made = _resized(small, node, old.call) if node.kind == "op" else node
+        nodes.append(made)
+        args = map_refs(made.args, small.spec)
+        kwargs = tuple((name, map_refs(value, small.spec)) for name, value in made.kwargs)
+        call = OpCall(made.op, args, kwargs, tuple(small.spec(ref) for ref in made.reads()), made.outputs)
+        reads = tuple(factors[ref] for ref in made.reads())
+        makes = tuple(factors[Ref(i, k)] for k in range(len(made.outputs)))
+        key = (old.number, call, reads, makes)
+        if key not in numbers:
+            numbers[key] = len(kinds)
+            kinds.append(replace(old, number=len(kinds), call=call, operand_factors=reads, result_factors=makes))
+        kind_of.append(numbers[key])
+    graph = replace(space.graph, nodes=tuple(nodes))
+    return replace(space, graph=graph, factors=factors, kinds=tuple(kinds), kind_of=tuple(kind_of))
+
+
+def _small(spec: TensorSpec, factors: Factors) -> TensorSpec:
+    if spec is ABSENT:
+        return spec
+    shape = tuple(prod(dim) if dim else size for dim, size in zip(factors, spec.shape, strict=True))
+    return TensorSpec(shape, local_stride(spec.shape, spec.stride, shape), spec.dtype)
+
+
+def _resized(graph: Graph, node: Node, whole: OpCall) -> Node:
+    """The node with every size among its arguments that of its smaller tensors."""
+    if node.op in _ARANGE:
+        return replace(node, args=_ARANGE[node.op](node.outputs[0].shape[0], *node.args))
+    reads = tuple(graph.spec(ref) for ref in node.reads())
+    call = localized(whole, LocalCall(node.op, node.args, node.kwargs), reads, node.outputs)
+    return replace(node, op=call.function, args=call.args, kwargs=call.kwargs)
+
+
+_ARANGE = {
+    aten.arange.default: lambda count, end: (count,),
+    aten.arange.start: lambda count, start, end: (start, start + count),
+    aten.arange.start_step: lambda count, start, end, step=1: (start, start + count * step, step),
+}
