@@ -142,7 +142,7 @@ def run_rank_step(x: Tensor, step: RankStep, group: str) -> Tensor:
 
 def _dense(x: Tensor, first: int = 0) -> tuple[Tensor, tuple[int, ...]]:
     """The elements in memory order as one dim, and that order of the dims; the first `first` dims go first."""
-    rest = sorted(range(first, x.ndim), key=lambda d: (-x.stride(d), d))
+    rest = sorted(range(first, x.ndim), key=lambda d: (-x.stride()[d], d))
     order = (*range(first), *rest)
     return x.permute(order).reshape(-1), tuple(d - first for d in rest)
 

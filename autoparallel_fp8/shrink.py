@@ -8,7 +8,7 @@ ops, shardings and collectives: a wrong rule or a wrong collective gives wrong n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import gcd, lcm, prod
 from typing import Any
@@ -191,7 +191,7 @@ def _resized(graph: Graph, node: Node, whole: OpCall) -> Node:
     return replace(node, op=call.function, args=call.args, kwargs=call.kwargs)
 
 
-_ARANGE = {
+_ARANGE: dict[Any, Callable[..., tuple[Any, ...]]] = {
     aten.arange.default: lambda count, end: (count,),
     aten.arange.start: lambda count, start, end: (start, start + count),
     aten.arange.start_step: lambda count, start, end, step=1: (start, start + count * step, step),
