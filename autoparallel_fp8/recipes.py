@@ -17,7 +17,7 @@ from torch import nn
 
 from autoparallel_fp8.errors import UsageError
 from autoparallel_fp8.integrations.hugging_face import output_head
-from autoparallel_fp8.ops.mx_linear import MXLinear
+from autoparallel_fp8.modules import with_submodules
 from autoparallel_fp8.ops.to_mx import BLOCK_SIZE, SOURCES
 from autoparallel_fp8.quiet import quiet
 
@@ -77,6 +77,8 @@ def check_dtypes(model: nn.Module) -> None:
     Raises:
         UsageError: one has not; the message names the first.
     """
+    from autoparallel_fp8.ops.mx_linear import MXLinear  # brings dynamo
+
     for name, module in model.named_modules():
         if isinstance(module, MXLinear) and module.weight.dtype not in SOURCES:
             found, taken = (_shown(dtype) for dtype in ((module.weight.dtype,), SOURCES))
@@ -113,15 +115,16 @@ def recipe_config(recipe: str) -> Any:
 
 def _with_mx_linears(model: nn.Module, linears: list[nn.Module]) -> nn.Module:
     """The model with these linears replaced, under each of their names."""
+    from autoparallel_fp8.ops.mx_linear import MXLinear  # brings dynamo
+
     made = {id(linear): MXLinear.from_linear(linear) for linear in linears if isinstance(linear, nn.Linear)}
-    for name, module in list(model.named_modules(remove_duplicate=False)):
-        if id(module) in made and name:
-            parent, _, last = name.rpartition(".")
-            setattr(model.get_submodule(parent), last, made[id(module)])
-    return made.get(id(model), model)
+    named = model.named_modules(remove_duplicate=False)
+    return with_submodules(model, {name: made[id(module)] for name, module in named if id(module) in made})
 
 
 def _check_same(converted: dict[str, nn.Module], recipe: str, config: Any) -> tuple[tuple[str, str], ...]:
+    from autoparallel_fp8.ops.mx_linear import MXLinear  # brings dynamo
+
     for name, module in converted.items():
         is_same = isinstance(module, MXLinear) if recipe == "mxfp8" else getattr(module, "config", None) == config
         if not is_same:

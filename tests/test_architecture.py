@@ -1,6 +1,8 @@
 """The structure holds: stages import only stages before them, and the public names are the ones listed."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ STAGES = [
     ["errors"],
     ["graph", "mesh", "problem"],
     ["layout", "parts"],
-    ["ops", "garbage", "quiet"],
+    ["ops", "garbage", "modules", "quiet"],
     ["integrations", "recipes", "models", "capture"],
     ["rules"],
     ["integrations.dtensor"],  # our rules, for people without a plan
@@ -127,3 +129,10 @@ def test_public_names() -> None:
         "UsageError",
         "options",
     ]
+
+
+def test_importing_the_library_does_not_import_dynamo() -> None:
+    """It takes ten times as long as all of this library: capture brings it, and what plans nothing does without."""
+    code = "import sys, autoparallel_fp8, autoparallel_fp8.cli; print('torch._dynamo' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from autoparallel_fp8.errors import UsageError
-from autoparallel_fp8.ops.mx_linear import MXLinear, with_state_of
+from autoparallel_fp8.modules import with_state_of, with_submodules
 from autoparallel_fp8.quiet import quiet
 
 _LINEAR, _MX, _FLOAT8 = "MXFP8Linear", "MXFP8TrainingWeightWrapperTensor", "Float8TrainingWeightWrapperTensor"
@@ -31,17 +31,14 @@ def with_mx_linears(copied: nn.Module, model: nn.Module) -> nn.Module:
         UsageError: a weight is wrapped whose products are not those of a linear in MXFP8.
     """
     made: dict[int, nn.Module] = {}
+    named: dict[str, nn.Module] = {}
     for name, module in list(model.named_modules(remove_duplicate=False)):
         config = _config_of(name, module)
-        if config is None:
-            continue
-        if id(module) not in made:
-            made[id(module)] = _traceable(copied.get_submodule(name), config)
-        if not name:
-            return made[id(module)]
-        parent, _, last = name.rpartition(".")
-        setattr(copied.get_submodule(parent), last, made[id(module)])
-    return copied
+        if config is not None:
+            if id(module) not in made:
+                made[id(module)] = _traceable(copied.get_submodule(name), config)
+            named[name] = made[id(module)]
+    return with_submodules(copied, named)
 
 
 def _config_of(name: str, module: nn.Module) -> Any:
@@ -65,6 +62,8 @@ def _is_emulated(config: Any) -> bool:
 
 
 def _traceable(linear: Any, config: Any) -> nn.Module:
+    from autoparallel_fp8.ops.mx_linear import MXLinear  # brings dynamo
+
     if not _is_emulated(config):
         mode = config.scale_calculation_mode.value
         return MXLinear.from_linear(linear, scaling_mode=mode, wgrad_with_hp=config.wgrad_with_hp)

@@ -11,13 +11,13 @@ full precision, as torchao's setting of that name does.
 
 from __future__ import annotations
 
-from copy import copy
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from autoparallel_fp8.errors import UsageError
+from autoparallel_fp8.modules import with_state_of
 from autoparallel_fp8.ops.mx_mm import mx_mm
 from autoparallel_fp8.ops.to_mx import BLOCK_SIZE, to_mx
 
@@ -99,16 +99,6 @@ class MXLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, scaling_mode={self.scaling_mode!r}"
-
-
-Layer = TypeVar("Layer", bound=nn.Module)
-
-
-def with_state_of(linear: nn.Module, made: Layer, **settings: Any) -> Layer:
-    """The new layer with everything that the old one holds - parameters, buffers, hooks - and settings of its own."""
-    held = {name: copy(value) if isinstance(value, dict) else value for name, value in vars(linear).items()}
-    vars(made).update({**held, **settings})
-    return made
 
 
 def _rows(x: Tensor) -> Tensor:
