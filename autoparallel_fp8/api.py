@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .assemble import Request, assemble, dtype_name
+from .assemble import Request, assemble
 from .capture import capture
 from .constraints import Constraints, Wanted, check_name, restrictions
 from .cost_models import DeviceProfile, Optimizer, Pricing, Topology, default_device, load_device, require_recipe
@@ -25,7 +25,7 @@ from .expansion import Space, expand
 from .explain import Explainer, dead_end
 from .formulate import formulate
 from .garbage import no_collection
-from .graph import Graph
+from .graph import Graph, dtype_name
 from .inputs import default_inputs
 from .integrations.hugging_face import pooler_cure
 from .memory import format_need, memory_row

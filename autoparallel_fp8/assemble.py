@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from .cost_models import Pricing
-from .graph import Graph, Ref, map_refs
+from .graph import Graph, Ref, dtype_name, map_refs
 from .layout import Layout, format_layout, split_order
 from .overlap import Overlap
 from .plan import PLAN_VERSION, CollectivePlan, NodePlan, ParameterPlan, Plan
@@ -269,8 +269,3 @@ def _collective(pricing: Pricing, move: Move) -> CollectivePlan:
         source=format_layout(move.step.source),
         target=format_layout(move.step.target),
     )
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`bfloat16`, without torch's prefix."""
-    return str(dtype).removeprefix("torch.")

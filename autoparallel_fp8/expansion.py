@@ -126,7 +126,7 @@ def expand(
         return broken_constraints(call.op, ours, architecture, call, emulate=emulate)
 
     load_plugins()
-    calls = _calls(graph)
+    calls = [call_of(graph, node) for node in graph.nodes]
     signatures = _signatures(graph, calls)
     missing = tuple(
         sorted({n.op_name for n, s in zip(graph.nodes, signatures, strict=True) if n.kind == "op" and s is None})
@@ -186,7 +186,7 @@ def expand_lone(
         architecture: of the device, whose kernels get the operands as they are.
         own_scales: where the op may meet scales of each rank's own.
     """
-    calls = _calls(graph)
+    calls = [call_of(graph, node) for node in graph.nodes]
     factors, refined = factorize(graph, _signatures(graph, calls))
     node, call, signature = graph.nodes[-1], calls[-1], refined[-1]
     assert signature is not None, f"{node.op_name} has no rule"
@@ -202,13 +202,10 @@ def expand_lone(
     return LoneOp(kind, signature, axis_rows)
 
 
-def _calls(graph: Graph) -> list[OpCall]:
-    found = []
-    for node in graph.nodes:
-        args = map_refs(node.args, graph.spec)
-        kwargs = tuple((name, map_refs(value, graph.spec)) for name, value in node.kwargs)
-        found.append(OpCall(node.op, args, kwargs, tuple(graph.spec(ref) for ref in node.reads()), node.outputs))
-    return found
+def call_of(graph: Graph, node: Node) -> OpCall:
+    """A node of the graph as rules see it."""
+    args, kwargs = (map_refs(value, graph.spec) for value in (node.args, node.kwargs))
+    return OpCall(node.op, args, kwargs, tuple(map(graph.spec, node.reads())), node.outputs)
 
 
 def _signatures(graph: Graph, calls: list[OpCall]) -> list[Signature | None]:

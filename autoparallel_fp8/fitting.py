@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from .graph import Graph, Ref, TensorSpec
-from .layout import Factors
+from .layout import Factors, local_spec
 from .reach import same_factors
 from .rules import OpCall, Signature
 
@@ -98,13 +98,7 @@ def _resized(spec: TensorSpec, parts: Factors, operand: int, grown: _Dim, size: 
         math.prod(size if (operand, d, f) in grown.places else part for f, part in enumerate(dim)) if dim else whole
         for (d, dim), whole in zip(enumerate(parts), spec.shape, strict=True)
     )
-    if shape == spec.shape:
-        return spec
-    stride, step = [0] * len(shape), 1
-    for d in sorted(range(len(shape)), key=lambda d: (spec.stride[d], -d)):
-        stride[d] = step
-        step *= shape[d]
-    return replace(spec, shape=shape, stride=tuple(stride))
+    return local_spec(spec, shape) if shape != spec.shape else spec
 
 
 def _sentence(dims: list[_Dim], grown: _Dim, size: int) -> str:

@@ -35,6 +35,21 @@ class TensorSpec:
         return self.numel * self.dtype.itemsize
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """`bfloat16`, without torch's prefix."""
+    return str(dtype).removeprefix("torch.")
+
+
+def is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether a tensor of these is row-major and dense; the stride of a dim of size 1 says nothing."""
+    step = 1
+    for size, found in zip(reversed(shape), reversed(stride), strict=True):
+        if size != 1 and found != step:
+            return False
+        step *= size
+    return True
+
+
 ABSENT = TensorSpec((0,), (1,), torch.uint8)  # keeps the position of a result that an op left out
 
 
@@ -154,8 +169,13 @@ def refs_in(value: Any) -> Iterator[Ref]:
 
 def map_refs(value: Any, function: Callable[[Ref], Any]) -> Any:
     """The same nested tuples with `function` applied to every `Ref`."""
-    if isinstance(value, Ref):
+    return map_items(value, Ref, function)
+
+
+def map_items(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
+    """The same nested tuples with `function` applied to everything of a type, in order."""
+    if isinstance(value, kind):
         return function(value)
     if isinstance(value, tuple):
-        return tuple(map_refs(item, function) for item in value)
+        return tuple(map_items(item, kind, function) for item in value)
     return value

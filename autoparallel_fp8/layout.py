@@ -16,6 +16,7 @@ from functools import cache
 from typing import NamedTuple
 
 from .errors import UsageError
+from .graph import TensorSpec
 
 Factors = tuple[tuple[int, ...], ...]
 """Sizes of the factors of each dim, major to minor; () for a dim of size 1."""
@@ -180,6 +181,11 @@ def local_stride(shape: tuple[int, ...], stride: tuple[int, ...], local: tuple[i
         result[dim] = step
         step *= max(local[dim], 1)
     return tuple(result)
+
+
+def local_spec(spec: TensorSpec, shape: tuple[int, ...]) -> TensorSpec:
+    """A part of this shape of a tensor, in the tensor's memory order."""
+    return TensorSpec(shape, local_stride(spec.shape, spec.stride, shape), spec.dtype)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ program can be run op by op (`simulate_plan.py`) or written down.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,7 @@ import torch
 
 from .errors import RuleError
 from .expansion import Kind
-from .graph import TensorSpec
+from .graph import TensorSpec, map_items
 from .layout import Layout
 from .parts import parts
 from .products import Option, local_specs
@@ -88,17 +89,12 @@ def local_call(kind: Kind, option: Option, sizes: tuple[int, ...], coordinate: t
 
 def _with_operands(call: OpCall) -> LocalCall:
     """The call with its tensors numbered in reading order."""
-    count = 0
+    numbers = itertools.count()
 
     def replaced(value: Any) -> Any:
-        nonlocal count
-        if isinstance(value, TensorSpec):
-            count += 1
-            return Operand(count - 1)
-        return tuple(replaced(item) for item in value) if isinstance(value, tuple) else value
+        return map_items(value, TensorSpec, lambda _: Operand(next(numbers)))
 
-    args = tuple(replaced(value) for value in call.args)
-    return LocalCall(call.op, args, tuple((name, replaced(value)) for name, value in call.kwargs))
+    return LocalCall(call.op, replaced(call.args), replaced(call.kwargs))
 
 
 def _fill(value: Any, tensors: Sequence[Any]) -> Any:

@@ -19,7 +19,7 @@ from .capture.one_op import capture_call, overload_of, without_iterators
 from .capture.rewritten import rewritten_as
 from .cost_models import DeviceProfile, load_device
 from .expansion import Kind, LoneOp, expand_lone
-from .graph import ABSENT, TensorSpec
+from .graph import ABSENT, TensorSpec, dtype_name
 from .layout import Layout, Placement, local_factors
 from .mesh import Mesh, MeshAxis, parse_mesh
 from .products import Option, Refusal, local_specs, products
@@ -323,4 +323,4 @@ def _sides(option: OpOption | RefusedOption) -> dict[str, Any]:
 
 
 def _spec_dict(spec: TensorSpec) -> dict[str, Any]:
-    return {"shape": list(spec.shape), "stride": list(spec.stride), "dtype": str(spec.dtype).removeprefix("torch.")}
+    return {"shape": list(spec.shape), "stride": list(spec.stride), "dtype": dtype_name(spec.dtype)}

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .graph import TensorSpec
-from .layout import Factors, Layout, format_layout, local_factors, local_shape, local_stride
+from .layout import Factors, Layout, format_layout, local_factors, local_shape, local_spec
 from .rules import AxisRow, Signature
 
 
@@ -134,11 +134,10 @@ def local_specs(
     specs: tuple[TensorSpec, ...], factors: tuple[Factors, ...], layouts: tuple[Layout, ...], sizes: tuple[int, ...]
 ) -> tuple[TensorSpec, ...]:
     """What one rank holds of each tensor: local shape, exact local strides, dtype."""
-    found = []
-    for spec, dims, layout in zip(specs, factors, layouts, strict=True):
-        shape = local_shape(spec.shape, dims, layout, sizes)
-        found.append(TensorSpec(shape, local_stride(spec.shape, spec.stride, shape), spec.dtype))
-    return tuple(found)
+    return tuple(
+        local_spec(spec, local_shape(spec.shape, dims, layout, sizes))
+        for spec, dims, layout in zip(specs, factors, layouts, strict=True)
+    )
 
 
 def format_option(option: Option | Refusal) -> str:

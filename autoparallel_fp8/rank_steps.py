@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .graph import TensorSpec
 from .layout import Factors, Layout, local_factors, local_shape, local_stride
+from .parts import index_along
 from .redistribute import Step
 from .shards import as_bytes
 
@@ -78,9 +79,6 @@ def rank_step(
         coordinate: of the rank.
     """
     shape = local_shape(spec.shape, factors, step.target, sizes)
-    index = 0
-    for axis in sorted(step.axes, reverse=True):
-        index = index * sizes[axis] + coordinate[axis]
     return RankStep(
         step.kind,
         step.reduction,
@@ -88,7 +86,7 @@ def rank_step(
         _cut(step, step.target, factors, step.source, sizes),
         shape,
         local_stride(spec.shape, spec.stride, shape),
-        index,
+        index_along(step.axes, sizes, coordinate),
         spec.dtype,
     )
 

@@ -65,7 +65,7 @@ def same_factors(graph: Graph, signatures: Sequence[Signature | None]) -> Callab
     return _classes([_slots(graph, i, signature) for i, signature in enumerate(signatures)]).find
 
 
-class _Classes:
+class Classes:
     """Union-find over positions: the same factor seen in different tensors."""
 
     def __init__(self) -> None:
@@ -85,8 +85,8 @@ class _Classes:
             self.parent[max(a, b)] = min(a, b)
 
 
-def _classes(slots: Sequence[dict[str, list[Position]]]) -> _Classes:
-    classes = _Classes()
+def _classes(slots: Sequence[dict[str, list[Position]]]) -> Classes:
+    classes = Classes()
     for places in slots:
         for positions in places.values():
             for position in positions[1:]:

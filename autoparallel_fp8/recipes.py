@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from autoparallel_fp8.errors import UsageError
+from autoparallel_fp8.graph import dtype_name
 from autoparallel_fp8.integrations.hugging_face import output_head
 from autoparallel_fp8.modules import with_submodules
 from autoparallel_fp8.ops.to_mx import BLOCK_SIZE, SOURCES
@@ -90,7 +91,7 @@ def check_dtypes(model: nn.Module) -> None:
 
 
 def _shown(dtypes: Collection[torch.dtype]) -> str:
-    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return " or ".join(dtype_name(dtype) for dtype in dtypes)
 
 
 def recipe_config(recipe: str) -> Any:

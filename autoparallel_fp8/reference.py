@@ -21,6 +21,7 @@ from .layout import Layout, R
 from .ops.stand_ins import stand_in
 from .parts import coordinates, parts
 from .products import Option
+from .simulate import given_values
 
 aten = torch.ops.aten
 
@@ -57,6 +58,9 @@ def run_reference(
         inputs: one tensor for each input node, in order, whole.
         tangents: one for each tangent node; ones by default.
         seed: of the step's dropout, where the graph has some.
+
+    Raises:
+        UsageError: a parameter, buffer, input or tangent is missing.
     """
     run = _Reference(space, choices)
     with torch.no_grad():
@@ -83,7 +87,7 @@ class _Reference:
         self, parameters: Mapping[str, Tensor], inputs: Sequence[Tensor], tangents: Sequence[Tensor] | None, seed: int
     ) -> dict[str, dict[str, Tensor]]:
         graph = self.space.graph
-        given = {"input": iter(inputs), "tangent": iter(tangents or ()), "seed": iter([torch.tensor(seed)])}
+        given = given_values(graph, parameters, inputs, tangents, seed)
         leaving = {output.ref for output in graph.outputs}
         for i, node in enumerate(graph.nodes):
             if node.kind == "op":
@@ -91,12 +95,8 @@ class _Reference:
                 for ref in node.reads():
                     if self.last[ref] == i and ref not in leaving:
                         self.values.pop(ref, None)
-            elif node.kind in ("parameter", "buffer"):
-                self.values[Ref(i)] = parameters[node.target]
-            elif node.kind == "tangent" and tangents is None:
-                self.values[Ref(i)] = torch.ones(node.outputs[0].shape, dtype=node.outputs[0].dtype)
             else:
-                self.values[Ref(i)] = next(given[node.kind])
+                self.values[Ref(i)] = given[i]
         found: dict[str, dict[str, Tensor]] = {"output": {}, "gradient": {}, "buffer": {}}
         for output in graph.outputs:
             found[output.kind][output.target] = self.values[output.ref]
@@ -105,7 +105,7 @@ class _Reference:
     def _op(self, i: int, node: Node) -> None:
         option = self.space.kind(i).options[self.choices[i]]
         reads = list(node.reads())
-        made_here = any(p.kind == "V" for p in option.results[0])
+        made_here = self._is_scale(i)
         takes = any(ref in self.spread or isinstance(self.values[ref], Scaled) for ref in reads)
         if made_here and not any(p.kind == "V" for layout in option.operands for p in layout):
             self.values[Ref(i)] = self._maximum(i, node, option)

@@ -6,9 +6,9 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .assemble import dtype_name
 from .cost_models import DeviceProfile, Optimizer, Topology
 from .errors import UsageError
+from .graph import dtype_name
 
 
 @dataclass

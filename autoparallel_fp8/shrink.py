@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
-from .expansion import Kind, Space
-from .graph import ABSENT, Graph, Node, Ref, TensorSpec, map_refs
-from .layout import Factors, Layout, local_factors, local_stride
+from .expansion import Kind, Space, call_of
+from .graph import ABSENT, Graph, Node, Ref, TensorSpec
+from .layout import Factors, Layout, local_factors, local_spec
 from .lower import LocalCall, localized
+from .reach import Classes, Position
 from .rules import Dims, OpCall, Signature
 from .structure import Structure
 
@@ -26,9 +27,6 @@ aten = torch.ops.aten
 
 WHOLE = 128
 """What is never split keeps its size up to this, or a multiple of it: blocks of scales are no larger."""
-
-Position = tuple[Ref, int, int]
-"""(value, dim, factor)."""
 
 
 def shrink(space: Space, shape: Structure, choices: Sequence[int], keep: int) -> Space:
@@ -60,7 +58,7 @@ class _Sizes:
     """Factors that are one, seen in different tensors, and how finely the plan splits each.
 
     Attributes:
-        parent: union-find over positions.
+        find: the position that stands for all that are one with it.
         fixed: roots that keep their size.
         whole: roots that some op never splits; they shrink as far as blocks of scales and heads let them.
         ways: root -> in how many parts it is split, at least.
@@ -68,7 +66,8 @@ class _Sizes:
 
     def __init__(self, space: Space) -> None:
         self.space = space
-        self.parent: dict[Position, Position] = {}
+        self._classes = Classes()
+        self.find = self._classes.find
         self.ways: dict[Position, int] = {}
         fixed: list[Position] = []
         whole: list[Position] = []
@@ -100,21 +99,8 @@ class _Sizes:
                 atoms = dims[d] if len(dims[d]) == len(dim) else ()
                 fixed += [] if atoms else [(ref, d, f) for f in range(len(dim))]
                 for f, atom in enumerate(atoms):
-                    self.join(first.setdefault(atom, (ref, d, f)), (ref, d, f))
+                    self._classes.join(first.setdefault(atom, (ref, d, f)), (ref, d, f))
                     whole += [(ref, d, f)] if atom in signature.whole else []
-
-    def find(self, position: Position) -> Position:
-        root = position
-        while self.parent.get(root, root) != root:
-            root = self.parent[root]
-        while self.parent.get(position, position) != root:
-            self.parent[position], position = root, self.parent[position]
-        return root
-
-    def join(self, a: Position, b: Position) -> None:
-        a, b = self.find(a), self.find(b)
-        if a != b:
-            self.parent[max(a, b)] = min(a, b)
 
     def split(self, ref: Ref, layout: Layout) -> None:
         """Takes note of how a layout splits a value."""
@@ -161,9 +147,7 @@ def _rebuilt(space: Space, factors: dict[Ref, Factors]) -> Space:
         old = space.kind(i)
         made = _resized(small, node, old.call) if node.kind == "op" else node
         nodes.append(made)
-        args = map_refs(made.args, small.spec)
-        kwargs = tuple((name, map_refs(value, small.spec)) for name, value in made.kwargs)
-        call = OpCall(made.op, args, kwargs, tuple(small.spec(ref) for ref in made.reads()), made.outputs)
+        call = call_of(small, made)
         reads = tuple(factors[ref] for ref in made.reads())
         makes = tuple(factors[Ref(i, k)] for k in range(len(made.outputs)))
         key = (old.number, call, reads, makes)
@@ -179,7 +163,7 @@ def _small(spec: TensorSpec, factors: Factors) -> TensorSpec:
     if spec is ABSENT:
         return spec
     shape = tuple(prod(dim) if dim else size for dim, size in zip(factors, spec.shape, strict=True))
-    return TensorSpec(shape, local_stride(spec.shape, spec.stride, shape), spec.dtype)
+    return local_spec(spec, shape)
 
 
 def _resized(graph: Graph, node: Node, whole: OpCall) -> Node:

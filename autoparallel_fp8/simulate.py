@@ -40,21 +40,12 @@ def run_graph(
     Raises:
         UsageError: a parameter, buffer, input or tangent is missing.
     """
-    given = {"input": iter(inputs), "tangent": iter(tangents or ()), "seed": iter([torch.tensor(seed)])}
+    given = given_values(graph, parameters, inputs, tangents, seed)
     values: list[tuple[Any, ...]] = []
     with torch.no_grad():
-        for node in graph.nodes:
-            if node.kind in ("parameter", "buffer"):
-                if node.target not in parameters:
-                    raise UsageError(f"no value for {node.kind} {node.target}", at="run_graph parameters")
-                values.append((parameters[node.target],))
-            elif node.kind == "tangent" and tangents is None:
-                values.append((torch.ones(node.outputs[0].shape, dtype=node.outputs[0].dtype),))
-            elif node.kind != "op":
-                value = next(given[node.kind], None)
-                if value is None:
-                    raise UsageError(f"no value for {node.kind} {node.target}", at=f"run_graph {node.kind}s")
-                values.append((value,))
+        for i, node in enumerate(graph.nodes):
+            if node.kind != "op":
+                values.append((given[i],))
             else:
                 args, kwargs = (map_refs(x, lambda ref: values[ref.node][ref.output]) for x in (node.args, node.kwargs))
                 result = node.op(*args, **dict(kwargs))
@@ -64,6 +55,32 @@ def run_graph(
     found: dict[str, dict[str, Tensor]] = {"output": {}, "gradient": {}, "buffer": {}}
     for output in graph.outputs:
         found[output.kind][output.target] = values[output.ref.node][output.ref.output]
+    return found
+
+
+def given_values(
+    graph: Graph,
+    parameters: Mapping[str, Tensor],
+    inputs: Sequence[Tensor],
+    tangents: Sequence[Tensor] | None,
+    seed: int,
+) -> dict[int, Tensor]:
+    """The value of every node without an op; arguments and errors as of `run_graph`."""
+    in_order = {"input": iter(inputs), "tangent": iter(tangents or ()), "seed": iter([torch.tensor(seed)])}
+    found = {}
+    for i, node in enumerate(graph.nodes):
+        if node.kind == "op":
+            continue
+        if node.kind == "tangent" and tangents is None:
+            value: Tensor | None = torch.ones(node.outputs[0].shape, dtype=node.outputs[0].dtype)
+        elif node.kind in in_order:
+            value = next(in_order[node.kind], None)
+        else:
+            value = parameters.get(node.target)
+        if value is None:
+            place = f"{node.kind}s" if node.kind in in_order else "parameters"
+            raise UsageError(f"no value for {node.kind} {node.target}", at=place)
+        found[i] = value
     return found
 
 

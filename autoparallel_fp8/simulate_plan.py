@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from .capture.rewrite import same_layout
-from .errors import UsageError
 from .expansion import Space
 from .graph import Ref
 from .lower import LocalCall, local_call
@@ -25,6 +24,7 @@ from .products import local_specs
 from .program import Key, Program, RunOp, RunStep, program
 from .redistribute import Routes
 from .shards import laid_out, run_step, shard, spec_of, unshard
+from .simulate import given_values
 from .structure import Structure
 
 Shards = list[Tensor]
@@ -91,19 +91,9 @@ class _Run:
     def fill(
         self, parameters: Mapping[str, Tensor], inputs: Sequence[Tensor], tangents: Sequence[Tensor] | None, seed: int
     ) -> None:
-        given = {"input": iter(inputs), "tangent": iter(tangents or ()), "seed": iter([torch.tensor(seed)])}
+        given = given_values(self.space.graph, parameters, inputs, tangents, seed)
         for i, key in self.program.given:
-            node = self.space.graph.nodes[i]
-            spec = node.outputs[0]
-            if node.kind in ("parameter", "buffer"):
-                whole = parameters.get(node.target)
-            elif node.kind == "tangent" and tangents is None:
-                whole = torch.ones(spec.shape, dtype=spec.dtype)
-            else:
-                whole = next(given[node.kind], None)
-            if whole is None:
-                raise UsageError(f"no value for {node.kind} {node.target}", at="run_plan")
-            whole = laid_out(whole, spec.stride)
+            whole = laid_out(given[i], self.space.graph.nodes[i].outputs[0].stride)
             self.held[key] = shard(whole, self.space.factors[Ref(i)], self.program.layouts[key], self.sizes)
 
     def everything(self) -> None:

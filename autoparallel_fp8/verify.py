@@ -7,10 +7,9 @@ collective, offset or scale shows as an error many times the bound.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,9 +22,6 @@ from .shrink import shrink
 from .simulate_plan import run_plan
 from .structure import Structure
 from .widen import widen
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 KEEP = 16
 """Parts of tensors stay multiples of this where they were: what float8 kernels want of a rank."""

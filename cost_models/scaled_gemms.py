@@ -12,7 +12,16 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..graph import TensorSpec
-from ..ops.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, ROWWISE, TENSORWISE, values_in
+from ..ops.scaling import (
+    BLOCK_1X16,
+    BLOCK_1X32,
+    BLOCK_1X128,
+    BLOCK_128X128,
+    ROWWISE,
+    TENSORWISE,
+    inferred_scales,
+    values_in,
+)
 from ..rules import OpCall
 from .device import DeviceProfile
 
@@ -49,17 +58,10 @@ def recipe_of(call: OpCall) -> str | None:
         return None
     if op in (aten._scaled_mm_v2.default, aten._scaled_grouped_mm_v2.default):
         return _RECIPES[call.arg("recipe_a")[0]]
-    a, b, scale_a, scale_b = call.tensors[:4]
-    if scale_a.dtype is torch.float8_e8m0fnu:
-        return "mxfp8"
-    if scale_a.dtype is torch.float8_e4m3fn:
-        return "nvfp4"
     if op is aten._scaled_grouped_mm.default:
-        return "rowwise"
-    if scale_a.numel == scale_b.numel == 1:
-        return "tensorwise"
-    is_rowwise = (scale_a.shape, scale_b.shape) == ((a.shape[0], 1), (1, b.shape[1]))
-    return "rowwise" if is_rowwise else "blockwise"
+        return "mxfp8" if call.tensors[2].dtype is torch.float8_e8m0fnu else "rowwise"
+    found = inferred_scales(*call.tensors[:4])
+    return _RECIPES[found[0].recipe] if found else "blockwise"
 
 
 def scaled_gemm_us(

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 import torch
 
-from ..graph import TensorSpec
+from ..graph import TensorSpec, dtype_name
 from ..ops import mx_mm as _mx_mm  # noqa: F401  (defines torch.ops.autoparallel_fp8.mx_mm)
 from ..ops.to_mx import BLOCK_SIZE
-from .constraints import ALIGNMENT, constraint, is_row_major, one_e4m3
-from .gemm_kernels import dtype_name, sm
+from .constraints import ALIGNMENT, constraint, one_e4m3, wrong_order
+from .gemm_kernels import has_mx, sm
 from .language import OpCall, Signature, einsum, heavy, rule
 
 ops = torch.ops.autoparallel_fp8
@@ -47,7 +47,7 @@ def mx_mm(op: OpCall) -> Signature:
 )
 def mx_devices(operands: Sequence[TensorSpec], architecture: str) -> str | None:
     """sm100 and later, gfx950 (`ops.mx_mm.has_kernel` asks the device itself); CPUs multiply in float32."""
-    if architecture == "cpu" or _has_kernel(architecture):
+    if architecture == "cpu" or has_mx(architecture):
         return None
     return f"{architecture} has no MX GEMM: it needs sm100 or later, or gfx950"
 
@@ -77,10 +77,7 @@ def mx_aligned_on_amd(operands: Sequence[TensorSpec], architecture: str) -> str 
     return None
 
 
-@constraint(ops.mx_mm.default, do="cast one of them to float8_e4m3fn")
-def mx_one_e4m3(operands: Sequence[TensorSpec], architecture: str) -> str | None:
-    """Its kernel is torch's scaled GEMM, which on CUDA multiplies no e5m2 with e5m2."""
-    return one_e4m3(operands, architecture)
+constraint(ops.mx_mm.default, do="cast one of them to float8_e4m3fn")(one_e4m3)  # its kernel is torch's scaled GEMM
 
 
 @constraint(ops.mx_mm.default, of_call=True, do="make it in bfloat16 and cast after the GEMM")
@@ -97,14 +94,4 @@ def mx_operand_order(operands: Sequence[TensorSpec], architecture: str) -> str |
     """mat1 row-major, mat2 column-major. Source: torch/_meta_registrations.py, _check_scaled_mm_sizes_v2."""
     if architecture == "cpu":
         return None
-    for name, spec, stride, order in (
-        ("mat1", operands[0], operands[0].stride, "row"),
-        ("mat2", operands[1], operands[1].stride[::-1], "column"),
-    ):
-        if not is_row_major(stride):
-            return f"{name} local {list(spec.shape)} has strides {list(spec.stride)}: it must be {order}-major"
-    return None
-
-
-def _has_kernel(architecture: str) -> bool:
-    return architecture.startswith("gfx950") or sm(architecture) >= 100
+    return wrong_order(operands)

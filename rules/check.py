@@ -13,8 +13,8 @@ from math import prod
 from typing import Any
 
 from ..errors import AutoParallelError, RuleError, UsageError
-from ..graph import ABSENT, TensorSpec
-from ..layout import Placement, local_stride
+from ..graph import ABSENT, TensorSpec, map_items
+from ..layout import Placement, local_spec
 from .constraints import constraints_of
 from .language import AxisRow, Dims, OpCall, Rule, Signature, is_built_in
 from .local import find_program
@@ -216,9 +216,9 @@ def _wrong_parts(row: AxisRow, call: OpCall, ways: int) -> str:
     parts = [_part(spec, placed, ways) for spec, placed in zip(call.tensors, row.operands, strict=True)]
     wanted = [_part(spec, placed, ways) for spec, placed in zip(call.out, row.results, strict=True)]
     left = iter(parts)
-    args, kwargs = (map_specs(value, lambda _: next(left)) for value in (call.args, tuple(v for _, v in call.kwargs)))
+    args, kwargs = (map_items(value, TensorSpec, lambda _: next(left)) for value in (call.args, call.kwargs))
     try:
-        made = results_on(call.op, args, dict(zip((name for name, _ in call.kwargs), kwargs, strict=True)))
+        made = results_on(call.op, args, dict(kwargs))
     except AutoParallelError as error:
         return "" if constraints_of(call.op) else f"the op refuses its parts: {error.message}"
     if len(made) != len(wanted):
@@ -229,18 +229,11 @@ def _wrong_parts(row: AxisRow, call: OpCall, ways: int) -> str:
     return ""
 
 
-def map_specs(value: Any, function: Any) -> Any:
-    """The arguments with each `TensorSpec` replaced, in reading order."""
-    if isinstance(value, TensorSpec):
-        return function(value)
-    return tuple(map_specs(item, function) for item in value) if isinstance(value, tuple) else value
-
-
 def _part(spec: TensorSpec, placed: Placement, ways: int) -> TensorSpec:
     if placed.kind != "S" or spec is ABSENT:
         return spec
     shape = tuple(size // ways if d == placed.dim else size for d, size in enumerate(spec.shape))
-    return TensorSpec(shape, local_stride(spec.shape, spec.stride, shape), spec.dtype)
+    return local_spec(spec, shape)
 
 
 def _smallest_factor(size: int) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..graph import TensorSpec
-from .language import OpCall
+from .language import OpCall, name_of
 
 aten = torch.ops.aten
 
@@ -111,7 +111,7 @@ def is_fnuz(architecture: str) -> bool:
 
 def constraints_of(op: Any) -> tuple[Check, ...]:
     """The constraints of an op, in order."""
-    return (*_CHECKS.get(op, ()), *_CHECKS.get(str(op), ()))
+    return (*_CHECKS.get(op, ()), *_CHECKS.get(name_of(op), ()))
 
 
 def _broken(
@@ -155,17 +155,21 @@ def operand_order(operands: Sequence[TensorSpec], architecture: str) -> str | No
     """
     if architecture == "cpu":
         return None
-    mat1, mat2 = operands[0], operands[1]
-    if not is_row_major(mat1.stride):
-        return f"mat1 local {list(mat1.shape)} has strides {list(mat1.stride)}: it must be row-major"
-    if not is_row_major(mat2.stride[::-1]):
-        return f"mat2 local {list(mat2.shape)} has strides {list(mat2.stride)}: it must be column-major"
+    return wrong_order(operands)
+
+
+def wrong_order(operands: Sequence[TensorSpec]) -> str | None:
+    """What is wrong with the memory order of mat1 and mat2, of which one is row-major and one column-major.
+
+    That is, of their last two dims one is innermost, as torch's own check has it: the other's stride is larger.
+    """
+    for name, spec, inner, outer, order in (
+        ("mat1", operands[0], -1, -2, "row"),
+        ("mat2", operands[1], -2, -1, "column"),
+    ):
+        if not spec.stride[outer] > spec.stride[inner] == 1:
+            return f"{name} local {list(spec.shape)} has strides {list(spec.stride)}: it must be {order}-major"
     return None
-
-
-def is_row_major(stride: Sequence[int]) -> bool:
-    """Whether the last dim is the inner one, as torch's own check has it for [rows, columns]."""
-    return stride[-2] > stride[-1] == 1
 
 
 @constraint(aten._scaled_mm.default, aten._scaled_mm_v2.default, do="cast one of them to float8_e4m3fn")

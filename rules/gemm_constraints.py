@@ -21,10 +21,10 @@ from collections.abc import Sequence
 
 import torch
 
-from ..graph import TensorSpec
+from ..graph import TensorSpec, dtype_name, is_contiguous
 from ..ops.scaling import BLOCK_128X128, PADDED_BLOCKS, inferred_scales, round_up, values_in
-from .constraints import ALIGNMENT, constraint, is_row_major
-from .gemm_kernels import SCALED, SCALED_GROUPED, dtype_name, is_by_block, is_rowwise, sm
+from .constraints import ALIGNMENT, constraint, wrong_order
+from .gemm_kernels import SCALED, SCALED_GROUPED, has_mx, is_by_block, is_rowwise, sm
 from .language import OpCall
 
 aten = torch.ops.aten
@@ -46,7 +46,7 @@ def tiles_in_order(operands: Sequence[TensorSpec], architecture: str) -> str | N
         return None
     tiled = [spec for spec in operands[2:] if spec.dtype is operands[2].dtype]  # NVFP4 has a second, plain scale each
     for name, spec in zip(("scale_a", "scale_b"), tiled, strict=False):
-        if not _is_contiguous(spec):
+        if not is_contiguous(spec.shape, spec.stride):
             return f"{_shown(name, spec)} has strides {list(spec.stride)}: it must be contiguous"
     return None
 
@@ -173,12 +173,9 @@ def grouped_order(operands: Sequence[TensorSpec], architecture: str) -> str | No
     """mat1 row-major, mat2 column-major in their last two dims; rowwise scales contiguous in the last."""
     if architecture == "cpu":
         return None
-    for name, spec, stride, order in (
-        ("mat1", operands[0], operands[0].stride, "row"),
-        ("mat2", operands[1], (operands[1].stride[-1], operands[1].stride[-2]), "column"),
-    ):
-        if not is_row_major(stride):
-            return f"{_shown(name, spec)} has strides {list(spec.stride)}: it must be {order}-major"
+    wrong = wrong_order(operands)
+    if wrong:
+        return wrong
     for name, spec in zip(("scale_a", "scale_b"), operands[2:4], strict=True):
         if spec.shape[-1] > 1 and spec.stride[-1] != 1:
             return f"{_shown(name, spec)} has strides {list(spec.stride)}: its last dim must be innermost"
@@ -254,7 +251,9 @@ _QUANTISE = "torchao.mxfp8_quantize.default"
 def torchao_contiguous(operands: Sequence[TensorSpec], architecture: str) -> str | None:
     """torchao's casts read row-major tensors."""
     x = operands[0]
-    return None if _is_contiguous(x) else f"{_shown('x', x)} has strides {list(x.stride)}: it must be contiguous"
+    if is_contiguous(x.shape, x.stride):
+        return None
+    return f"{_shown('x', x)} has strides {list(x.stride)}: it must be contiguous"
 
 
 @constraint(_DIM0, do="cast it to bfloat16 first")
@@ -294,15 +293,6 @@ def torchao_quantise_blocks(operands: Sequence[TensorSpec], architecture: str) -
 @constraint(_DIM0, _DIM1, _QUANTISE, do="plan for sm100 or gfx950, or use the mxfp8 recipe, which runs everywhere")
 def torchao_mx_devices(operands: Sequence[TensorSpec], architecture: str) -> str | None:
     """torchao registers its MX casts on sm100 and later and on gfx950."""
-    if architecture in ("cpu", "gfx950") or sm(architecture) >= 100:
+    if architecture == "cpu" or has_mx(architecture):
         return None
     return f"torchao's MX casts: {architecture} has none, sm100 and gfx950 have"
-
-
-def _is_contiguous(spec: TensorSpec) -> bool:
-    step = 1
-    for size, stride in zip(reversed(spec.shape), reversed(spec.stride), strict=True):
-        if size > 1 and stride != step:
-            return False
-        step *= size
-    return True

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..graph import TensorSpec
+from ..graph import TensorSpec, dtype_name
 from ..ops.scaling import ROWWISE, inferred_scales
 from .constraints import constraint, is_fnuz
 from .language import OpCall
@@ -41,8 +41,9 @@ def sm(architecture: str) -> int:
     return int(digits) if architecture.startswith("sm") and digits else 0
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def has_mx(architecture: str) -> bool:
+    """Whether the device multiplies and casts MX: sm100 and later, gfx950."""
+    return sm(architecture) >= 100 or architecture.startswith("gfx950")
 
 
 def is_by_block(operands: Sequence[TensorSpec]) -> bool:
@@ -90,7 +91,7 @@ def tiles_on_sm100(operands: Sequence[TensorSpec], architecture: str) -> str | N
     is_mx = dtype is torch.float8_e8m0fnu
     if is_mx and operands[0].dtype is _FP4 and number and not 100 <= number < 110:
         return f"MXFP4: {architecture} has no kernel for it, sm100 has"
-    if number >= 100 or (architecture.startswith("gfx950") and is_mx):
+    if number >= 100 or (is_mx and has_mx(architecture)):
         return None
     recipe, where = ("MX", "sm100 and gfx950 have") if is_mx else ("NVFP4", "sm100 has")
     return f"{recipe} scales: {architecture} has no kernel for them, {where}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -226,19 +227,25 @@ def seal_built_in() -> None:
 
 def is_built_in(op: Any, function: Rule) -> bool:
     """Whether this is the rule that this package has for the op."""
-    return _BUILT_IN.get(str(op)) is function
+    return _BUILT_IN.get(name_of(op)) is function
+
+
+@cache
+def name_of(op: Any) -> str:
+    """`aten.mm.default`: torch puts it together anew each time, and every op of a graph is asked about many times."""
+    return str(op)
 
 
 def left_out(op: Any) -> dict[str, str]:
     """Why placements that hold are no rows of an op: pattern over `R x S(0) -> S(0)` -> reason."""
-    named = _NAMED[str(op)][1] if op not in _RULES and str(op) in _NAMED else {}
+    named = _NAMED[name_of(op)][1] if op not in _RULES and name_of(op) in _NAMED else {}
     return {**_LEFT_OUT.get(op, {}), **named, **LEFT_OUT_OF_ALL}
 
 
 def find_rule(op: Any) -> Rule | None:
     """The rule registered for an op overload or for its name, or None."""
     found = _RULES.get(op)
-    return found if found is not None or str(op) not in _NAMED else _NAMED[str(op)][0]
+    return found if found is not None or name_of(op) not in _NAMED else _NAMED[name_of(op)][0]
 
 
 def rule_ops() -> tuple[Any, ...]:
@@ -260,7 +267,7 @@ class Ops(set[Any]):
     """Op overloads, and names of such as need not be there: an overload is in it by itself or by its name."""
 
     def __contains__(self, op: object) -> bool:
-        return super().__contains__(op) or (isinstance(op, torch._ops.OpOverload) and super().__contains__(str(op)))
+        return super().__contains__(op) or (isinstance(op, torch._ops.OpOverload) and super().__contains__(name_of(op)))
 
 
 HEAVY_OPS = Ops()

@@ -20,7 +20,7 @@ from ..ops.scale_tiles import group_columns, grouped_positions, tile_positions
 from ..ops.scaling import BLOCK_1X32, TILE_ROWS, Scales, round_up
 from ..parts import Part
 from .local import Where, program
-from .local_matmul import own_tile_index, retiled
+from .local_matmul import own_blocks, own_tile_index, retiled
 
 aten = torch.ops.aten
 _MX = Scales(BLOCK_1X32, "tiles")
@@ -175,8 +175,7 @@ def _cut_columns(scale: Tensor, inner: Part, block: int) -> Tensor:
     if inner.is_whole:
         return scale
     count = scale.shape[0] // TILE_ROWS * TILE_ROWS
-    blocks = torch.tensor(inner.positions())[::block] // block
-    index = tile_positions(torch.arange(count), blocks, -(-inner.full_size // block))
+    index = tile_positions(torch.arange(count), own_blocks(inner, block), -(-inner.full_size // block))
     own = retiled(scale[:count], index).reshape(count, -1)
     missing = scale.shape[0] - count
     return F.pad(own.view(torch.uint8), (0, 0, 0, missing)).view(scale.dtype) if missing else own

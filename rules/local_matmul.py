@@ -8,6 +8,7 @@ by the ranks that hold the first part of k.
 from __future__ import annotations
 
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..ops.scale_tiles import tile_positions, to_tiles
-from ..ops.scaling import PADDED_BLOCKS, Scales, inferred_scales, named_scales
+from ..ops.scaling import PADDED_BLOCKS, Scales, inferred_scales, named_scales, tiled_numel
 from ..parts import Part
 from .local import Where, program
 
@@ -139,38 +140,38 @@ def own_tile_index(held: Parts, outer: Part, inner: Part, block: int) -> Tensor 
     """
     if all(part.is_whole for part in (outer, inner)):
         return None
-    rows, blocks = torch.tensor(outer.positions()), torch.tensor(inner.positions())[::block] // block
+    rows, blocks = torch.tensor(outer.positions()), own_blocks(inner, block)
     wanted = tile_positions(rows, blocks, -(-inner.full_size // block))
     found = _find(held, wanted)
     plain = tile_positions(torch.arange(len(rows)), torch.arange(len(blocks)), len(blocks))
-    return None if torch.equal(found, plain) and _numel(held) == to_tiles(plain.to(torch.uint8)).numel() else found
+    is_all = prod(part.size for part in held) == tiled_numel(len(rows), len(blocks))
+    return None if is_all and torch.equal(found, plain) else found
 
 
 def _find(held: Parts, flat: Tensor) -> Tensor:
     """Positions of the whole tensor as positions of what the rank holds of it, both row-major."""
-    below = 1
-    for part in held:
-        below *= part.full_size
+    below = prod(part.full_size for part in held)
     local = torch.zeros_like(flat)
     for part in held:
         below //= part.full_size
-        index, here = part.find(flat // below % part.full_size)
-        assert bool(here.all()), "the rank lacks scales of its own part"
-        local = local * part.size + index
+        local = local * part.size + _held(part, flat // below % part.full_size)
     return local
 
 
-def _numel(held: Parts) -> int:
-    count = 1
-    for part in held:
-        count *= part.size
-    return count
+def _held(part: Part, positions: Tensor) -> Tensor:
+    """Where the rank holds these positions of a dim."""
+    local: Tensor
+    local, here = part.find(positions)
+    assert bool(here.all()), "the rank lacks scales of its own part"
+    return local
+
+
+def own_blocks(inner: Part, block: int) -> Tensor:
+    """The blocks of k that the rank has."""
+    return torch.tensor(inner.positions())[::block] // block
 
 
 @lru_cache(maxsize=256)
 def _own_rows(held: Part, inner: Part, block: int) -> Tensor:
     """Positions, in what the rank holds of a padded dim of blocks, of the blocks of its part of k."""
-    blocks = torch.tensor(inner.positions())[::block] // block
-    local, here = held.find(blocks)
-    assert bool(here.all()), "the rank lacks scales of its own part"
-    return local
+    return _held(held, own_blocks(inner, block))

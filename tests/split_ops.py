@@ -14,8 +14,9 @@ from torch import Tensor
 
 from autoparallel_fp8.capture.rewrite import same_layout
 from autoparallel_fp8.expansion import Kind
+from autoparallel_fp8.expansion import call_of as node_call
 from autoparallel_fp8.factors import factorize
-from autoparallel_fp8.graph import ABSENT, Graph, Node, Ref, TensorSpec, map_refs
+from autoparallel_fp8.graph import ABSENT, Graph, Node, Ref, TensorSpec
 from autoparallel_fp8.layout import Factors, Layout, P, R
 from autoparallel_fp8.lower import local_call
 from autoparallel_fp8.parts import coordinates, index_along, parts
@@ -120,7 +121,7 @@ def ways_of(sample: Sample, *, halved: bool = False, rule: Rule | None = None) -
     halvings = [_halving(i, spec) for i, spec in enumerate(call.tensors)] if halved else []
     graph, view = Graph((*nodes, *halvings, op), ()), find_rule(aten.view.default)
     assert view is not None
-    views = [apply_rule(view, _call(graph, n)) for n in halvings]
+    views = [apply_rule(view, node_call(graph, n)) for n in halvings]
     factors, refined = factorize(graph, [*(None for _ in nodes), *views, apply_rule(rule, call, is_tried=False)])
     reads = tuple(factors[Ref(i)] for i in range(len(call.tensors)))
     makes = tuple(factors[Ref(len(graph.nodes) - 1, k)] for k in range(len(call.out)))
@@ -152,11 +153,6 @@ def _halving(number: int, spec: TensorSpec) -> Node:
     shape = tuple(part for size in spec.shape for part in ((2, size // 2) if size % 2 == 0 and size > 2 else (size,)))
     out = TensorSpec(shape, (1,) * len(shape), spec.dtype)
     return Node(f"view{number}", "op", aten.view.default, (Ref(number), shape), (), (out,), "forward")
-
-
-def _call(graph: Graph, node: Node) -> OpCall:
-    kwargs = tuple((name, map_refs(value, graph.spec)) for name, value in node.kwargs)
-    return OpCall(node.op, map_refs(node.args, graph.spec), kwargs, tuple(map(graph.spec, node.reads())), node.outputs)
 
 
 def problems(sample: Sample, kind: Kind, sizes: tuple[int, ...], most: int = 10**9) -> Iterator[str]:

@@ -24,7 +24,8 @@ from autoparallel_fp8.graph import TensorSpec
 from autoparallel_fp8.integrations.hugging_face import build_from_config
 from autoparallel_fp8.models.presets import build, preset_config
 from autoparallel_fp8.ops.mx_linear import MXLinear
-from autoparallel_fp8.ops.mx_mm import mx_mm, swizzled
+from autoparallel_fp8.ops.mx_mm import mx_mm
+from autoparallel_fp8.ops.scale_tiles import to_tiles
 from autoparallel_fp8.ops.to_mx import SCALING_MODES, from_mx, to_mx
 from autoparallel_fp8.recipes import convert
 from autoparallel_fp8.shards import same_bits
@@ -166,9 +167,9 @@ def test_a_product_of_wrong_operands() -> None:
 def test_scales_are_swizzled_as_kernels_read_them(shape: tuple[int, int]) -> None:
     """As torchao's `to_blocked`, padding of zeros included."""
     codes = torch.randint(0, 255, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(5))
-    assert torch.equal(swizzled(codes.view(E8M0)).view(torch.uint8), to_blocked(codes))
+    assert torch.equal(to_tiles(codes.view(E8M0)).view(torch.uint8), to_blocked(codes))
     turned = codes.t().contiguous().t().view(E8M0)
-    assert torch.equal(swizzled(turned).view(torch.uint8), to_blocked(codes))
+    assert torch.equal(to_tiles(turned).view(torch.uint8), to_blocked(codes))
 
 
 def test_torchs_scaled_gemm_takes_the_operands(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +184,7 @@ def test_torchs_scaled_gemm_takes_the_operands(monkeypatch: pytest.MonkeyPatch) 
         scale_b = torch.empty(32, 3, dtype=E8M0, device="cuda").t()
         made = module._mx_mm_cuda(a, b, scale_a, scale_b, BF16)
         assert (tuple(made.shape), made.dtype) == ((48, 32), BF16)
-        monkeypatch.setattr(module, "swizzled", lambda scale: scale.contiguous())
+        monkeypatch.setattr(module, "to_tiles", lambda scale: scale.contiguous())
         with pytest.raises(RuntimeError, match=r"scale_a must have 512 \(got: 144\)"):
             module._mx_mm_cuda(a, b, scale_a, scale_b, BF16)
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from math import prod
 
 import pytest
-import torch
 from torch import Tensor
 
 from autoparallel_fp8 import AutoParallel
 from autoparallel_fp8.expansion import Space
-from autoparallel_fp8.graph import Graph, Ref
+from autoparallel_fp8.graph import Ref
 from autoparallel_fp8.layout import local_factors
 from autoparallel_fp8.models.presets import build
 from autoparallel_fp8.program import makes_of, program, reads_of
@@ -19,6 +18,7 @@ from autoparallel_fp8.reference import run_reference
 from autoparallel_fp8.shrink import shrink
 from autoparallel_fp8.simulate import run_graph
 from autoparallel_fp8.simulate_plan import run_plan
+from autoparallel_fp8.verify import made_up_values
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RECIPES = [None, "tensorwise", "rowwise", "rowwise_with_gw_hp"]
@@ -41,22 +41,9 @@ class Planned:
         return Routes(spec, factors, reach, small.mesh.sizes, lambda step, _: 1.0 + step.num_bytes)
 
     def run(self) -> dict[str, dict[str, Tensor]]:
-        return run_plan(self.small, self.prepared.shape, self.choices, self.routes, *values_for(self.small.graph))
-
-
-def values_for(graph: Graph) -> tuple[dict[str, Tensor], list[Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    parameters, inputs, rows = {}, [], 1 << 30
-    for node in graph.nodes:
-        spec = node.outputs[0]
-        if node.kind in ("parameter", "buffer"):
-            values = torch.randn(spec.shape, generator=generator)
-            scaled = values * spec.shape[-1] ** -0.5 if len(spec.shape) > 1 else 1 + values / 10
-            parameters[node.target] = scaled.to(spec.dtype)
-            rows = min(rows, spec.shape[0]) if "embed" in node.target else rows
-        elif node.kind == "input":
-            inputs.append(torch.randint(0, rows, spec.shape, generator=generator))
-    return parameters, inputs
+        return run_plan(
+            self.small, self.prepared.shape, self.choices, self.routes, *made_up_values(self.small.graph, 0)
+        )
 
 
 def errors(found: dict[str, dict[str, Tensor]], wanted: dict[str, dict[str, Tensor]]) -> dict[str, float]:
@@ -74,7 +61,7 @@ def errors(found: dict[str, dict[str, Tensor]], wanted: dict[str, dict[str, Tens
 def test_a_small_plan_gives_what_one_device_gives_with_its_scale_scopes(recipe: str | None) -> None:
     """What is left is the rounding of bfloat16 sums in another order, and what it does to the next cast."""
     planned = Planned(recipe, "dp=2,tp=2")
-    wanted = run_reference(planned.small, planned.choices, *values_for(planned.small.graph))
+    wanted = run_reference(planned.small, planned.choices, *made_up_values(planned.small.graph, 0))
     found = errors(planned.run(), wanted)
     assert max(found.values()) < 0.02, found
 
@@ -83,7 +70,7 @@ def test_a_small_plan_gives_what_one_device_gives_with_its_scale_scopes(recipe: 
 def test_without_own_scales_the_reference_is_the_graph_itself(recipe: str | None, most: float) -> None:
     """Bit for bit where no formula stands in for a kernel."""
     planned = Planned(recipe, "dp=2,tp=2", "global")
-    values = values_for(planned.small.graph)
+    values = made_up_values(planned.small.graph, 0)
     found = run_reference(planned.small, planned.choices, *values)
     assert max(errors(found, run_graph(planned.small.graph, *values)).values()) <= most
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autoparallel_fp8.errors import UsageError
-from autoparallel_fp8.graph import TensorSpec
+from autoparallel_fp8.graph import TensorSpec, dtype_name
 from autoparallel_fp8.ops.scaling import NAMES, ROWWISE, SWIZZLE_32_4_4, TENSORWISE, bias_fault
 
 from .from_fx import _MATMULS
@@ -37,7 +37,7 @@ def check_tensors(op: Any, tensors: Sequence[Tensor]) -> None:
         if tensor.is_nested:
             how = "nested tensor"
         elif tensor.is_quantized:
-            how = f"quantized tensor ({str(tensor.dtype).removeprefix('torch.')})"
+            how = f"quantized tensor ({dtype_name(tensor.dtype)})"
         elif tensor.layout is not torch.strided or type(tensor) not in (Tensor, nn.Parameter, FakeTensor):
             how = f"{type(tensor).__name__} ({tensor.layout})"
         if how:
@@ -57,7 +57,7 @@ def wrong_call(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], specs: S
         specs: of the tensors among them, in order.
     """
     named = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | dict(kwargs)
-    dtypes = sorted({str(spec.dtype).removeprefix("torch.") for spec in specs})
+    dtypes = sorted({dtype_name(spec.dtype) for spec in specs})
     if op in _MATMULS and len(dtypes) > 1:
         return f"a matrix product of {' and '.join(dtypes)}"
     if op in _SCALED and len(specs) > 1 and specs[0].shape[-1:] != specs[1].shape[:1]:

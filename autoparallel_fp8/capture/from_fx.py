@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from autoparallel_fp8.errors import CaptureError
-from autoparallel_fp8.graph import ABSENT, Graph, Node, Output, Ref, TensorSpec
+from autoparallel_fp8.graph import ABSENT, Graph, Node, Output, Ref, TensorSpec, dtype_name
 
 _DROPPED = {"device", "layout", "pin_memory", "non_blocking"}
 _MATMULS = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.convolution.default}
@@ -127,7 +127,7 @@ def _check_dtypes(item: fx.Node, module: str) -> None:
     """Fake tensors multiply matrices of different dtypes, which no device does."""
     dtypes = {one.meta["val"].dtype for one in item.all_input_nodes}
     if item.target in _MATMULS and len(dtypes) > 1:
-        names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        names = " and ".join(sorted(map(dtype_name, dtypes)))
         raise CaptureError(
             f"a matrix product of {names}",
             at=module or "model",

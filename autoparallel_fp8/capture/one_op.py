@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from autoparallel_fp8.errors import UsageError
-from autoparallel_fp8.graph import ABSENT, Graph, Node, Ref, TensorSpec
+from autoparallel_fp8.graph import ABSENT, Graph, Node, Ref, TensorSpec, dtype_name, is_contiguous
 from autoparallel_fp8.quiet import quiet
 
 from .call_checks import check_tensors, wrong_call
@@ -123,16 +123,12 @@ def format_spec(spec: TensorSpec) -> str:
     >>> format_spec(TensorSpec((16, 32), (1, 16), torch.float8_e4m3fn))
     '[16, 32] strides [1, 16] float8_e4m3fn'
     """
-    return f"{format_shape(spec.shape, spec.stride)} {str(spec.dtype).removeprefix('torch.')}"
+    return f"{format_shape(spec.shape, spec.stride)} {dtype_name(spec.dtype)}"
 
 
 def format_shape(shape: tuple[int, ...], stride: tuple[int, ...]) -> str:
     """`[16, 32]`, with strides where the tensor is not row-major and dense."""
-    step, plain = 1, True
-    for size, found in zip(reversed(shape), reversed(stride), strict=True):
-        plain = plain and (size == 1 or found == step)
-        step *= size
-    return f"{list(shape)}" if plain else f"{list(shape)} strides {list(stride)}"
+    return f"{list(shape)}" if is_contiguous(shape, stride) else f"{list(shape)} strides {list(stride)}"
 
 
 def _graph(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: tuple[TensorSpec, ...]) -> Graph:

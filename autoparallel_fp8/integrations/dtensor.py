@@ -18,7 +18,7 @@ import torch
 
 from ..errors import RuleError, UsageError
 from ..graph import ABSENT, TensorSpec
-from ..layout import Placement, R, local_stride
+from ..layout import Placement, R, local_spec
 from ..rules import AxisRow, OpCall, Signature, broken_constraints, find_rule, partial_kinds, rows, rule_ops
 
 TAKEN_OVER = {
@@ -175,8 +175,7 @@ def _local_specs(call: OpCall, signature: Signature, parts: dict[str, int]) -> l
                 if atom in parts:
                     size = size // signature.sizes[atom] * parts[atom]
             shape.append(size)
-        local = tuple(shape)
-        found.append(TensorSpec(local, local_stride(spec.shape, spec.stride, local), spec.dtype))
+        found.append(local_spec(spec, tuple(shape)))
     return found
 
 

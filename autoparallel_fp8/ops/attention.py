@@ -14,6 +14,7 @@ CUDA runs flash attention where it can; everything else runs the formulas in flo
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,11 +29,7 @@ def attention_formula(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention; returns out and the logarithm of each row's sum of exponentials."""
-    scores = _scores(q, k, mask, is_causal, scale)
-    logsumexp = torch.logsumexp(scores, -1)
-    weights = _weights(scores, logsumexp)
-    out = torch.einsum("bhgst,bhtd->bhgsd", weights, v.to(scores.dtype))
-    return _heads_inside(out.flatten(1, 2).to(q.dtype)), logsumexp.flatten(1, 2).to(torch.float32)
+    return attend(masked(raw_scores(q, k, scale), mask, is_causal), q, v)
 
 
 def attention_backward_formula(
@@ -46,21 +43,9 @@ def attention_backward_formula(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `attention_formula` for q, k and v, from what its forward returned.
-
-    Source: with P the weights and D = rowsum(grad_out * out): dv = P^T grad_out, dS = P * (grad_out v^T - D),
-    dq = scale * dS k, dk = scale * dS^T q (FlashAttention, Dao et al. 2022, algorithm 4).
-    """
-    scores = _scores(q, k, mask, is_causal, scale)
-    compute, groups = scores.dtype, scores.shape[:3]
-    weights = _weights(scores, logsumexp.to(compute).unflatten(1, groups[1:3]))
-    grad = grad_out.to(compute).unflatten(1, groups[1:3])
-    delta = (grad * out.to(compute).unflatten(1, groups[1:3])).sum(-1, keepdim=True)
-    grad_scores = weights * (torch.einsum("bhgsd,bhtd->bhgst", grad, v.to(compute)) - delta) * _scale_of(q, scale)
-    dq = torch.einsum("bhgst,bhtd->bhgsd", grad_scores, k.to(compute)).flatten(1, 2)
-    dk = torch.einsum("bhgst,bhgsd->bhtd", grad_scores, q.to(compute).unflatten(1, groups[1:3]))
-    dv = torch.einsum("bhgst,bhgsd->bhtd", weights, grad)
-    return _heads_inside(dq.to(q.dtype)), _heads_inside(dk.to(k.dtype)), _heads_inside(dv.to(v.dtype))
+    """Gradients of `attention_formula` for q, k and v, from what its forward returned."""
+    grad_scores, dv = grad_scores_of(masked(raw_scores(q, k, scale), mask, is_causal), grad_out, v, out, logsumexp)
+    return (*grad_qk(grad_scores, q, k, scale), dv)
 
 
 attention = torch.library.custom_op("autoparallel_fp8::attention", attention_formula, mutates_args=())
@@ -118,65 +103,100 @@ def _attention_backward_cuda(
 
 
 @attention.register_fake
-def _attention_fake(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None
-) -> tuple[Tensor, Tensor]:
+def attention_fake(q: Tensor, k: Tensor, v: Tensor, *unused: Any) -> tuple[Tensor, Tensor]:
+    """Empty results of any attention op."""
     batch, heads, length, _ = q.shape
     out = q.new_empty((batch, length, heads, v.shape[-1])).transpose(1, 2)
     return out, q.new_empty((batch, heads, length), dtype=torch.float32)
 
 
 @attention_backward.register_fake
-def _attention_backward_fake(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
+def attention_backward_fake(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *unused: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (
-        like.new_empty((like.shape[0], like.shape[2], like.shape[1], like.shape[3])).transpose(1, 2)
-        for like in (q, k, v)
-    )
-    return dq, dk, dv
+    """Empty gradients of q, k and v of any attention op."""
+
+    def empty(x: Tensor) -> Tensor:
+        return x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2)
+
+    return empty(q), empty(k), empty(v)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, mask, ctx.is_causal, ctx.scale = inputs
+def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """What backward of any attention op reads: its tensors, and the other arguments as `ctx.options`."""
+    q, k, v, mask, *ctx.options = inputs
     ctx.save_for_backward(q, k, v, *output, mask)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, grad_out: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
-    if grad_out is None:
-        return (None,) * 6
-    q, k, v, out, logsumexp, mask = ctx.saved_tensors
-    dq, dk, dv = torch.ops.autoparallel_fp8.attention_backward(
-        grad_out, q, k, v, out, logsumexp, mask, ctx.is_causal, ctx.scale
-    )
-    return dq, dk, dv, None, None, None
+def differentiate_with(backward: Any, num_inputs: int) -> Callable[..., tuple[Any, ...]]:
+    """What autograd calls for an attention op of so many inputs, the gradients being those of the first few."""
+
+    def differentiate(ctx: Any, grad_out: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+        grads = () if grad_out is None else backward(grad_out, *ctx.saved_tensors, *ctx.options)
+        return (*grads, *[None] * (num_inputs - len(grads)))
+
+    return differentiate
 
 
-attention.register_autograd(_differentiate, setup_context=_save)
+attention.register_autograd(
+    differentiate_with(torch.ops.autoparallel_fp8.attention_backward, 6), setup_context=save_for_backward
+)
 
 
-def _scores(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
-    """Scaled and masked scores [b, hkv, hq / hkv, s, t], in float32 (float64 for float64)."""
+# ---- the formulas' parts; scores are [b, hkv, hq / hkv, s, t] -----------------------------------------------------
+
+
+def raw_scores(q: Tensor, k: Tensor, scale: float | None) -> Tensor:
+    """Scaled scores in float32 (float64 for float64)."""
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
     grouped = q.to(compute).unflatten(1, (k.shape[1], q.shape[1] // k.shape[1]))
-    scores = torch.einsum("bhgsd,bhtd->bhgst", grouped, k.to(compute)) * _scale_of(q, scale)
+    return torch.einsum("bhgsd,bhtd->bhgst", grouped, k.to(compute)) * _scale_of(q, scale)
+
+
+def masked(scores: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+    """Scores as softmax gets them."""
+    batch, kv_heads, group, length, keys = scores.shape
     if is_causal:
-        future = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
+        future = torch.ones(length, keys, dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(future, -math.inf)
     if mask is not None:
-        mask = mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2]).unflatten(1, scores.shape[1:3])
+        mask = mask.expand(batch, kv_heads * group, length, keys).unflatten(1, (kv_heads, group))
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
     return scores
+
+
+def attend(scores: Tensor, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """out and logsumexp of masked scores."""
+    logsumexp = torch.logsumexp(scores, -1)
+    out = torch.einsum("bhgst,bhtd->bhgsd", _weights(scores, logsumexp), v.to(scores.dtype))
+    return _heads_inside(out.flatten(1, 2).to(q.dtype)), logsumexp.flatten(1, 2).to(torch.float32)
+
+
+def grad_scores_of(
+    scores: Tensor, grad_out: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of masked scores, and of v.
+
+    Source: with P the weights and D = rowsum(grad_out * out): dv = P^T grad_out, dS = P * (grad_out v^T - D), and
+    then dq = scale * dS k, dk = scale * dS^T q (FlashAttention, Dao et al. 2022, algorithm 4).
+    """
+    compute, groups = scores.dtype, scores.shape[1:3]
+    weights = _weights(scores, logsumexp.to(compute).unflatten(1, groups))
+    grad = grad_out.to(compute).unflatten(1, groups)
+    delta = (grad * out.to(compute).unflatten(1, groups)).sum(-1, keepdim=True)
+    dv = torch.einsum("bhgst,bhgsd->bhtd", weights, grad)
+    return weights * (torch.einsum("bhgsd,bhtd->bhgst", grad, v.to(compute)) - delta), _heads_inside(dv.to(v.dtype))
+
+
+def grad_qk(grad_scores: Tensor, q: Tensor, k: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Gradients of q and k from those of the raw scores."""
+    compute, groups = grad_scores.dtype, grad_scores.shape[1:3]
+    grad_scores = grad_scores * _scale_of(q, scale)
+    dq = torch.einsum("bhgst,bhtd->bhgsd", grad_scores, k.to(compute)).flatten(1, 2)
+    dk = torch.einsum("bhgst,bhgsd->bhtd", grad_scores, q.to(compute).unflatten(1, groups))
+    return _heads_inside(dq.to(q.dtype)), _heads_inside(dk.to(k.dtype))
 
 
 def _weights(scores: Tensor, logsumexp: Tensor) -> Tensor:

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from autoparallel_fp8.errors import UsageError
-from autoparallel_fp8.ops.scaling import TILE_COLUMNS, TILE_ROWS
+from autoparallel_fp8.graph import dtype_name
+from autoparallel_fp8.ops.scale_tiles import to_tiles
 from autoparallel_fp8.ops.to_mx import BLOCK_SIZE, from_mx
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -46,7 +47,7 @@ def _mx_mm_cuda(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtyp
         return torch.mm(from_mx(a, scale_a, 1, torch.bfloat16), from_mx(b, scale_b, 0, torch.bfloat16)).to(out_dtype)
     is_swizzled = torch.version.hip is None
     order = F.SwizzleType.SWIZZLE_32_4_4 if is_swizzled else F.SwizzleType.NO_SWIZZLE
-    scales = [swizzled(s) if is_swizzled else s.contiguous() for s in (scale_a, scale_b.t())]
+    scales = [to_tiles(s) if is_swizzled else s.contiguous() for s in (scale_a, scale_b.t())]
     return F.scaled_mm(
         a,
         b,
@@ -76,28 +77,15 @@ def has_kernel(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (10, 0)
 
 
-def swizzled(scale: Tensor) -> Tensor:
-    """Raw scales [rows, columns], padded with zeros to whole tiles, as the kernel reads them: flat, tile by tile.
-
-    Inside a tile of 128 x 4, row r stands at (r % 32, r // 32): four groups of 32 rows side by side.
-    """
-    rows, columns = scale.shape
-    codes = F.pad(scale.view(torch.uint8), (0, -columns % TILE_COLUMNS, 0, -rows % TILE_ROWS))
-    tiles = codes.unflatten(0, (-1, TILE_ROWS)).unflatten(2, (-1, TILE_COLUMNS)).transpose(1, 2)
-    groups = tiles.unflatten(2, (4, TILE_ROWS // 4)).transpose(2, 3)
-    return groups.reshape(-1).view(torch.float8_e8m0fnu)
-
-
 def _check(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype) -> None:
     if out_dtype not in _RESULTS:
-        name = str(out_dtype).removeprefix("torch.")
         raise UsageError(
-            f"mx_mm makes bfloat16, float16 or float32, not {name}",
+            f"mx_mm makes bfloat16, float16 or float32, not {dtype_name(out_dtype)}",
             at="mx_mm, out_dtype",
             do="make one of these and cast it after the product",
         )
     if any(t.dtype not in _FLOAT8 for t in (a, b)) or any(t.dtype != torch.float8_e8m0fnu for t in (scale_a, scale_b)):
-        dtypes = ", ".join(str(t.dtype).removeprefix("torch.") for t in (a, b, scale_a, scale_b))
+        dtypes = ", ".join(dtype_name(t.dtype) for t in (a, b, scale_a, scale_b))
         raise UsageError(f"mx_mm multiplies float8 by float8 with float8_e8m0fnu scales, not {dtypes}", at="mx_mm")
     shapes = [list(t.shape) for t in (a, b, scale_a, scale_b)]
     is_product = a.ndim == b.ndim == 2 and a.shape[1] == b.shape[0] and a.shape[1] % BLOCK_SIZE == 0

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .scaling import TILE_COLUMNS, TILE_ROWS, round_up
 
@@ -73,17 +74,14 @@ def to_tiles(scale: Tensor) -> Tensor:
     torch.Size([1024])
     """
     rows, columns = scale.shape
-    size = round_up(rows, TILE_ROWS) * round_up(columns, TILE_COLUMNS)
-    flat = torch.zeros(size, dtype=torch.uint8, device=scale.device)
-    flat[_all_positions(rows, columns, scale.device)] = scale.contiguous().view(torch.uint8)
-    return flat.view(scale.dtype)
+    codes = F.pad(scale.view(torch.uint8), (0, -columns % TILE_COLUMNS, 0, -rows % TILE_ROWS))
+    tiles = codes.unflatten(0, (-1, TILE_ROWS)).unflatten(2, (-1, TILE_COLUMNS)).transpose(1, 2)
+    groups = tiles.unflatten(2, (_GROUPS, TILE_ROWS // _GROUPS)).transpose(2, 3)
+    return groups.reshape(-1).view(scale.dtype)
 
 
 def from_tiles(tiles: Tensor, rows: int, columns: int) -> Tensor:
     """Raw scales [rows, columns] of swizzled ones in whatever shape."""
     flat = tiles.contiguous().reshape(-1).view(torch.uint8)
-    return flat[_all_positions(rows, columns, tiles.device)].view(tiles.dtype)
-
-
-def _all_positions(rows: int, columns: int, device: torch.device) -> Tensor:
-    return tile_positions(torch.arange(rows, device=device), torch.arange(columns, device=device), columns)
+    row, column = (torch.arange(size, device=tiles.device) for size in (rows, columns))
+    return flat[tile_positions(row, column, columns)].view(tiles.dtype)

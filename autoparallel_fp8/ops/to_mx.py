@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from autoparallel_fp8.errors import UsageError
+from autoparallel_fp8.graph import dtype_name
 
 BLOCK_SIZE = 32
 """Elements that share a scale in MXFP8 GEMMs."""
@@ -119,7 +120,7 @@ def _check(x: Tensor, elem_dtype: torch.dtype, block_size: int, axis: int, scali
 
 
 def _names(dtypes: object) -> str:
-    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)  # type: ignore[attr-defined]
+    return " or ".join(dtype_name(dtype) for dtype in dtypes)  # type: ignore[attr-defined]
 
 
 to_mx = torch.library.custom_op("autoparallel_fp8::to_mx", to_mx_formula, mutates_args=())
