@@ -356,7 +356,7 @@ class AutoParallel:
 
     def _request(self, wanted: Constraints) -> Request:
         described = {f"inputs[{i}]": _describe(x) for i, x in enumerate(self.inputs)}
-        described |= {key: _describe(x) for key, x in self.kwargs.items()}
+        described |= {key: _describe(x) for key, x in sorted(self.kwargs.items())}  # in whatever order they came
         settings = self.settings
         recorded = {**settings.recorded(), "constraints": wanted.recorded()}
         notes = (*settings.notes, *(f"asked for: {text}" for text in wanted.described()))

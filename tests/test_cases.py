@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from autoparallel_fp8 import AutoParallel, InfeasibleError, Plan, UsageError, reach, simulate_plan
+from autoparallel_fp8 import AutoParallel, CaptureError, InfeasibleError, Plan, UsageError, reach, simulate_plan
+from autoparallel_fp8.capture import capture
 from autoparallel_fp8.graph import Graph
 from autoparallel_fp8.models.presets import build
 from autoparallel_fp8.redistribute import Step
@@ -287,3 +288,71 @@ def test_memory_is_named_only_where_it_is_in_the_way() -> None:
     small = AutoParallel(mlp(1024, 1024), "a=8", inputs=asked.inputs, device="H100", memory_limit="6 MiB")
     notes = {a.placements: a.note for a in small.optimize().explain("0.weight").alternatives}
     assert notes["R"] == "no plan has it within the memory limit"
+
+
+class Keywords(nn.Module):
+    """forward(tokens, *, mask=None, pos): meta-pytorch/autoparallel#486, #413, #418."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places, self.linear = nn.Embedding(100, 64), nn.Embedding(16, 64), nn.Linear(64, 64)
+
+    def forward(self, tokens: torch.Tensor, *, mask: torch.Tensor | None = None, pos: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens) + self.places(pos)
+        return self.linear(x if mask is None else x * mask.unsqueeze(-1))
+
+
+class TestKeywords:
+    """Keyword arguments in any order, None among them, and wrong ones."""
+
+    IDS = torch.empty(8, 16, dtype=torch.int64, device="meta")
+
+    def planner(self, **keywords: Any) -> AutoParallel:
+        return AutoParallel(Keywords(), "dp=4", inputs=(self.IDS,), kwargs=keywords, device="H100")
+
+    def test_none_takes_no_placement(self) -> None:
+        plan = self.planner(mask=None, pos=self.IDS).add_input_constraints(["S(0)", None]).optimize()
+        assert [node.name for node in plan.nodes if node.op == "input"] == ["tokens", "pos"]
+        assert plan.verify().is_ok
+
+    def test_keywords_in_another_order_give_the_same_plan(self) -> None:
+        plans = [
+            self.planner(**keywords).optimize().to_json()
+            for keywords in ({"mask": None, "pos": self.IDS}, {"pos": self.IDS, "mask": None})
+        ]
+        assert plans[0] == plans[1]
+
+    @pytest.mark.parametrize(
+        ("keywords", "message"),
+        [
+            ({}, r"do not fit the model's forward: missing a required argument: 'pos'"),
+            ({"pos": IDS.float()}, r"to have one of the following scalar types: Long, Int"),
+        ],
+    )
+    def test_wrong_arity_and_dtype_are_told(self, keywords: dict[str, Any], message: str) -> None:
+        with pytest.raises((UsageError, CaptureError), match=message):
+            self.planner(**keywords).optimize()
+
+
+class SharedNorm(nn.Module):
+    """Attention and MLP behind one LayerNorm: #18, #409, #422."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(64), nn.Linear(64, 192), nn.Linear(64, 64)
+        self.mlp = mlp(64, 128, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.qkv(self.norm(x)).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+        attended = nn.functional.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm(x))
+
+
+@pytest.mark.parametrize("copies", [1, 4, 8])
+def test_repeated_blocks_that_share_a_norm(copies: int) -> None:
+    """The graph, and so the plan, is the same whether blocks are traced once or each; it is optimal at any depth."""
+    model = nn.Sequential(*(SharedNorm() for _ in range(copies)))
+    x = torch.empty(16, 32, 64, device="meta")
+    assert capture(model, (x,)) == capture(model, (x,), share_blocks=False)
+    assert planner(model, "dp=2,tp=4", 16, 32, 64).optimize().status == "optimal"
