@@ -248,10 +248,13 @@ def _addends(tensor: Tensor, count: int) -> list[Tensor]:
 
 
 def _candidates(tensor: Tensor, count: int) -> list[Tensor]:
-    """Tensors of which this is the largest, element by element, each the largest somewhere."""
+    """Tensors of which this is the largest, element by element, each the largest somewhere.
+
+    Nothing is lower than the least number of a dtype, from which a subtraction would wrap round to the greatest.
+    """
     generator = _generator(tensor, count)
     owner = _whole_numbers(tensor, 0, count - 1, generator)
-    lower = [tensor - _whole_numbers(tensor, 1, 3, generator) for _ in range(count)]
+    lower = [torch.minimum(tensor, tensor - _whole_numbers(tensor, 1, 3, generator)) for _ in range(count)]
     return [torch.where(owner == k, tensor, low) for k, low in enumerate(lower)]
 
 

@@ -107,6 +107,15 @@ def test_shards_are_the_tensor(factors, sizes):
             assert not same_bits(shards[0], shards[-1])
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32])
+def test_the_least_number_of_a_dtype_is_the_largest_of_its_parts(dtype):
+    """A part below it would wrap round to the greatest number, and the maximum would be that."""
+    info = torch.iinfo(dtype) if not dtype.is_floating_point else torch.finfo(dtype)
+    x = torch.tensor([info.min, info.min, info.max, 3], dtype=dtype)
+    shards = shard(x, ((4,),), (M,), (3,))
+    assert same_bits(unshard(shards, ((4,),), (M,), (3,), (4,)), x)
+
+
 def test_partial_shards_are_uneven_and_of_both_signs():
     """An op that is not linear cannot pass by luck; of a maximum, every rank has the largest element somewhere."""
     x = counted(((24,),))
