@@ -14,7 +14,8 @@ demo: $(VENV)/installed
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n auto $(PYTEST_ARGS)
 
-# Every rule on every call of PyTorch's own op tests; then holds docs/rules.md to what was tried.
+# Every rule on every call of PyTorch's own op tests, and plans of some hundred random models; then holds docs/rules.md
+# to what was tried.
 proof: $(VENV)/installed
 	rm -rf build/proof
 	$(BIN)/python -m pytest -n auto -m proof $(PYTEST_ARGS)

@@ -3,6 +3,7 @@
 from .api import AutoParallel
 from .cost_models import DeviceProfile, Topology
 from .errors import (
+    ApplyError,
     AutoParallelError,
     CaptureError,
     CostError,
@@ -17,6 +18,7 @@ from .op_options import options
 from .plan import Plan
 
 __all__ = [
+    "ApplyError",
     "AutoParallel",
     "AutoParallelError",
     "CaptureError",

@@ -6,40 +6,48 @@ capture -> expand (rules) -> price (costs) -> formulate (problem) -> solve (with
 from __future__ import annotations
 
 import fnmatch
-import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+import glob
+from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from .assemble import Request, assemble
+from .by_hand import ByHand, plans_by_hand
 from .capture import capture
+from .capture.recompute import MODES, recompute
+from .compare import Comparison, HandWritten
 from .constraints import Constraints, Wanted, check_name, restrictions
 from .cost_models import DeviceProfile, Optimizer, Pricing, Topology, default_device, load_device, require_recipe
 from .errors import InfeasibleError, SolveError, UsageError
 from .expansion import Space, expand
-from .explain import Explainer, dead_end
+from .explain import Explainer
 from .formulate import formulate
 from .garbage import no_collection
-from .graph import Graph, dtype_name
+from .graph import Graph
+from .infeasible import infeasible
+from .input_text import describe_inputs
 from .inputs import default_inputs
 from .integrations.hugging_face import pooler_cure
-from .memory import format_need, memory_row
+from .live import Live
+from .memory import memory_row
 from .mesh import Mesh, parse_mesh
-from .overlap import Overlap, solve_step
+from .mesh_candidates import check_gpus, flat
+from .mesh_ranking import MeshSearch
+from .overlap import Overlap, is_closed, solve_step
 from .plan import Plan
-from .problem import Array, Problem, Solution
+from .plan_reading import read_plan
+from .problem import OPTIMAL_GAP, Array, Problem, Solution
+from .progress import Progress, Stage
 from .recipes import RECIPES
-from .settings import Settings, check_choice, check_number, parse_bytes
+from .settings import Settings, check_choice, check_kinds, check_number, parse_bytes
 from .solver import min_row, solve
 from .structure import Structure, structure
-from .verify import verify
 
-Progress = Callable[[str], None]
+UNLIMITED = 1 << 60  # bytes a device, where a plan is priced that does not fit
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,14 @@ class Solved:
     weight: float
 
 
+@dataclass(frozen=True)
+class Proof:
+    """That no plan is faster, and the weight of the two sums that proves it."""
+
+    lower_bound_us: float
+    weight: float
+
+
 class AutoParallel:
     """Plans how a model is sharded over a mesh.
 
@@ -73,7 +89,8 @@ class AutoParallel:
 
     Args:
         model: any module, on any device (the meta device too); it is only read.
-        mesh: a torch DeviceMesh, or "dp=8,tp=8", or {"dp": 8, "tp": 8}; the last axis is the innermost.
+        mesh: a torch DeviceMesh, or "dp=8,tp=8", or {"dp": 8, "tp": 8}; the last axis is the innermost. "auto" with
+            `gpus` tries all meshes of so many GPUs.
         inputs: example inputs with their *global* shapes, real or meta. Without them a Hugging Face model gets token
             ids [batch, seq], for an encoder and a decoder each, or images as its config has them; another model its
             `example_inputs`.
@@ -81,17 +98,18 @@ class AutoParallel:
         recipe: None (the model as it is), "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8".
         device: a profile's name or a `DeviceProfile`; by default the CUDA device at hand, else H100.
         batch, seq: of the made-up token ids; by default twice the first axis, and min(8192, the model's maximum). A
-            batch of images is 32 times the first axis.
+            batch of images is 32 times the first axis. For mesh "auto" one sequence, or 32 images, a GPU.
         loss: "auto" puts cross-entropy into the graph of a causal language model; None leaves it out.
         mixed_precision: torch's MixedPrecisionPolicy.
-        recompute: "none"; "selective" and "full" are not planned yet.
+        recompute: what backward makes again, layer by layer, instead of keeping it: "none"; "selective", all but the
+            results of GEMMs and attention; "full", all but what a layer is called with.
         scale_scope: "local" lets activations and gradients carry one float8 scale a shard; "global" does not.
         emulate: plan a recipe that the device has no kernel for as emulated in bfloat16, instead of refusing it.
         memory_limit: bytes a device, or "64 GiB"; by default the device's.
         optimizer: bytes of state a parameter element; by default AdamW's.
         strict: an op without a rule is an error instead of replicated.
         topology: GPUs a node and network rate, where they differ from the profile's.
-        time_limit: seconds for the solver; at the limit the best plan comes with its gap.
+        time_limit: seconds for the solver, of all meshes together; at the limit the best plan comes with its gap.
         progress: called with a line of text when a stage begins or ends.
 
     Raises:
@@ -103,6 +121,7 @@ class AutoParallel:
         model: nn.Module,
         mesh: Any,
         *,
+        gpus: int | None = None,
         inputs: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
         recipe: str | None = None,
@@ -122,24 +141,14 @@ class AutoParallel:
         progress: Progress | None = None,
         name: str | None = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise UsageError(f"the model is a {type(model).__name__}, not an nn.Module", at="model")
-        if topology is not None and not isinstance(topology, Topology):
-            raise UsageError(f"topology is a {type(topology).__name__}", at="topology", do="pass a Topology(...)")
-        if mixed_precision is not None and not hasattr(mixed_precision, "param_dtype"):
-            raise UsageError(
-                f"mixed_precision is {mixed_precision!r}",
-                at="mixed_precision",
-                do="pass torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=..., reduce_dtype=...)",
-            )
-        if progress is not None and not callable(progress):
-            raise UsageError(f"progress is a {type(progress).__name__}", at="progress", do="pass a function of a text")
+        check_kinds(model, topology, mixed_precision, progress)
         self.model = model
-        self.mesh: Mesh = parse_mesh(mesh)
+        self.gpus = check_gpus(mesh, gpus)
+        self.mesh: Mesh = parse_mesh(mesh) if self.gpus is None else flat(self.gpus)
         profile, note = (load_device(device), "") if device is not None else default_device()
         check_choice("recipe", recipe, (None, *RECIPES))
         check_choice("scale_scope", scale_scope, ("local", "global"))
-        check_choice("recompute", recompute, ("none",))
+        check_choice("recompute", recompute, MODES)
         emulated = require_recipe(profile, recipe, emulate=emulate)
         if emulated:
             note = f"{note}; " * bool(note) + f"{profile.name} has no kernel for {recipe}: emulated in bfloat16"
@@ -159,7 +168,8 @@ class AutoParallel:
             notes=[note] if note else [],
         )
         self.name = name or type(model).__name__
-        self.inputs, self.kwargs = default_inputs(model, self.mesh, inputs, kwargs, batch, seq)
+        sequences = 2 if self.gpus is None else 1  # the least that lets every mesh be split by batch alone
+        self.inputs, self.kwargs = default_inputs(model, self.mesh, inputs, kwargs, batch, seq, sequences)
         self.constraints = Constraints()
         self._say: Progress = progress or (lambda text: None)
         self._graph: Graph | None = None
@@ -207,15 +217,33 @@ class AutoParallel:
             InfeasibleError: nothing satisfies memory limit and constraints together; the message names them.
             SolveError: no plan was found in the time limit.
         """
-        prepared = self._prepare()
-        solved = self._solve(prepared, self.constraints)
-        self._say("plan: assembling")
-        request = self._request(self.constraints)
-        plan = assemble(request, prepared.pricing, prepared.costs, solved.overlap, solved.solution)
-        explainer = Explainer(prepared.space, prepared.shape, solved.overlap, solved.weight, solved.solution)
-        choices, routes = solved.solution.choices, prepared.pricing.routes
-        check = partial(verify, prepared.space, prepared.shape, choices, routes)
-        return replace(plan, explain_with=explainer.explain, verify_with=check)
+        if self.gpus is not None:
+            return self.search_meshes().plan
+        return self._planned(self.constraints, self.constraints)
+
+    def search_meshes(self, *, workers: int | None = None, max_axes: int = 2) -> MeshSearch:
+        """All meshes of `gpus` GPUs, ranked, and the plan on the best one; for the mesh "auto".
+
+        >>> print(AutoParallel(model, "auto", gpus=8).search_meshes())
+
+        Args:
+            workers: processes side by side; by default one a core, at most 4. The plan does not depend on it.
+            max_axes: of a mesh, 1 to 3.
+
+        Raises:
+            UsageError: the planner has a mesh, or no mesh of so many GPUs splits the model.
+            InfeasibleError: no mesh has a plan; and as `optimize`.
+        """
+        from .mesh_search import search
+
+        return search(self, workers, max_axes)
+
+    def with_mesh(self, mesh: Mesh, *notes: str) -> AutoParallel:
+        """The same planner, its graph too, for another mesh and with more notes."""
+        other = copy(self)
+        other.mesh, other.gpus, other._prepared = mesh, None, None
+        other.settings = replace(self.settings, notes=[*self.settings.notes, *notes])
+        return other
 
     def score(self, placements: Mapping[str, Wanted] | Plan) -> Plan:
         """The best plan in which these parameters and ops lie as written; what is not named is chosen.
@@ -240,20 +268,100 @@ class AutoParallel:
         for pattern, placement in placements.items():
             is_parameter = any(fnmatch.fnmatchcase(name, pattern) for name in parameters)
             wanted = wanted.pin(pattern, placement) if is_parameter else wanted.node(pattern, placement)
-        solved = self._solve(prepared, wanted)
-        return assemble(self._request(wanted), prepared.pricing, prepared.costs, solved.overlap, solved.solution)
+        return self._planned(wanted, wanted)
 
-    def finish_progress(self) -> None:
-        """Ends a progress line, where the progress function has one."""
-        finish = getattr(self._say, "finish", None)
-        if finish is not None:
-            finish()
+    def compare(self, plan: Plan | None = None) -> Comparison:
+        """The chosen plan beside those people write by hand: DDP, FSDP, HSDP, TP + SP, FSDP x TP.
+
+        Each has the same costs, memory limit and wishes, and is the best of its kind; one that the mesh, the model or
+        the wishes do not allow comes with the reason. The chosen plan is the fastest of all that fit.
+
+        Args:
+            plan: of this planner, where it is there already.
+        """
+        chosen = plan or self.optimize()
+        others = tuple(self._written(one) for one in plans_by_hand(self._prepare().space, read_plan(chosen)))
+        fitting = [one.plan for one in others if one.plan is not None and not one.needs]
+        return Comparison(
+            min((chosen, *fitting), key=lambda p: p.objective_us * (1 + OPTIMAL_GAP * (p is not chosen))), others
+        )
+
+    def _written(self, one: ByHand) -> HandWritten:
+        """The best plan of its kind."""
+        if one.constraints is None:
+            return HandWritten(one.name, None, one.why)
+        wanted = self.constraints.beside(one.constraints)
+        self._say(f"compare: {one.name}")
+        try:
+            return HandWritten(one.name, self._planned(wanted, self.constraints), whole=one.whole)
+        except UsageError as error:
+            return HandWritten(one.name, None, f"{error.message} ({error.at})")
+        except InfeasibleError as error:
+            return self._without_limit(one, wanted, error)
+
+    def _without_limit(self, one: ByHand, wanted: Constraints, error: InfeasibleError) -> HandWritten:
+        """What a plan that does not fit would take, in time and bytes; the error's sentence where that is not why."""
+        unlimited = copy(self)
+        unlimited.settings = replace(self.settings, memory_limit=UNLIMITED)
+        try:
+            plan = unlimited._planned(wanted, self.constraints)
+        except InfeasibleError:
+            return HandWritten(one.name, None, error.message)
+        needs = min_row(self._formulate(self._prepare(), wanted).busy, "memory")
+        memory = {**plan.memory_bytes, "limit": self.settings.memory_limit}
+        return HandWritten(one.name, replace(plan, memory_bytes=memory), needs=int(needs), whole=one.whole)
+
+    def keep(self, layouts: Mapping[str, str]) -> Plan:
+        """The best plan in which these parameters lie as an earlier plan had them; not recorded as asked for."""
+        wanted = self.constraints
+        for name, placement in layouts.items():
+            wanted = wanted.pin(glob.escape(name), placement)
+        return self._planned(wanted, self.constraints)
+
+    def overlap(self) -> Overlap:
+        """The two sums of a step as problems, with the memory limit and what was asked for."""
+        return self._formulate(self._prepare(), self.constraints)
+
+    def plan_of(self, choices: tuple[int, ...], overlap: Overlap, proof: Proof | None = None) -> Plan:
+        """The plan in which every variable has the option chosen here; nothing is solved.
+
+        Args:
+            choices: an option of every variable; they may exceed the memory limit, and a note says so.
+            overlap: of this planner.
+            proof: what is known of the bound; None for the sum of the cheapest option of each op alone.
+        """
+        prepared = self._prepare()
+        free = Overlap(*(replace(side, rows=(), restrictions=()) for side in (overlap.busy, overlap.waiting)))
+        objective = free.step_us(choices)
+        proof = proof or Proof(float(sum(cost.min() for cost in prepared.costs)), 1.0)
+        bound = min(proof.lower_bound_us, objective)
+        status = "optimal" if is_closed(objective, bound) else "feasible"
+        solution = Solution(choices, objective, bound, status)
+        return self._plan(prepared, self.constraints, Solved(overlap, solution, proof.weight))
+
+    def with_inputs(self, inputs: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> AutoParallel:
+        """The same planner for other inputs of the same model; the model is captured again when it is asked for.
+
+        Raises:
+            UsageError: an input that cannot be planned with.
+        """
+        other = copy(self)
+        other.inputs, other.kwargs = default_inputs(self.model, self.mesh, inputs, kwargs, None, None)
+        other._graph = other._prepared = None
+        return other
+
+    def with_model(self, model: nn.Module) -> AutoParallel:
+        """The same planner for another model with the same inputs; it is captured when it is asked for."""
+        other = copy(self)
+        other.model = model
+        other._graph = other._prepared = None
+        return other
 
     def graph(self) -> Graph:
         """The captured graph, made once."""
         if self._graph is None:
-            with _Stage(self._say, "capture"):
-                self._graph = capture(
+            with Stage(self._say, "capture"):
+                captured = capture(
                     self.model,
                     self.inputs,
                     kwargs=self.kwargs,
@@ -261,20 +369,28 @@ class AutoParallel:
                     loss=self.settings.loss,
                     mixed_precision=self.settings.mixed_precision,
                 )
+                self._graph = recompute(captured, self.settings.recompute)
         return self._graph
 
     def space(self) -> Space:
         """The options of every op, made once."""
         return self._prepare().space
 
+    def pricing(self) -> Pricing:
+        """The price of every option and redistribution, made once."""
+        return self._prepare().pricing
+
     def _prepare(self) -> Prepared:
+        if self.gpus is not None:
+            do = "call optimize() or search_meshes(), and make a planner with its plan's mesh"
+            raise UsageError(f"the mesh of {self.gpus} GPUs is not chosen yet", at='mesh "auto"', do=do)
         if self._prepared is None:
             graph, settings = self.graph(), self.settings
             self._require_kernels(graph)
-            with _Stage(self._say, "rules"):
+            with Stage(self._say, "rules"):
                 space = self._expand(graph)
                 shape = structure(space)
-            with _Stage(self._say, "costs"), no_collection():
+            with Stage(self._say, "costs"), no_collection():
                 pricing = Pricing(
                     space, shape, settings.device, settings.topology, settings.optimizer, emulate=settings.emulate
                 )
@@ -310,78 +426,48 @@ class AutoParallel:
             what = f"{error.message}, which the model was converted to, as by torchao"
             raise UsageError(what, at=first.module or "the model itself", do=error.do) from error
 
+    def _planned(self, wanted: Constraints, asked: Constraints) -> Plan:
+        """Solved with the one, recorded with the other."""
+        prepared = self._prepare()
+        return self._plan(prepared, asked, self._solve(prepared, wanted))
+
+    def _plan(self, prepared: Prepared, asked: Constraints, solved: Solved) -> Plan:
+        self._say("plan: assembling")
+        plan = assemble(self._request(asked), prepared.pricing, prepared.costs, solved.overlap, solved.solution)
+        explainer = Explainer(prepared.space, prepared.shape, solved.overlap, solved.weight, solved.solution)
+        live = Live(prepared.pricing, solved.solution.choices, explainer.explain, self)
+        return replace(plan, bound_weight=solved.weight, live=live)
+
     def _solve(self, prepared: Prepared, wanted: Constraints) -> Solved:
-        with _Stage(self._say, "problem"), no_collection():
+        overlap = self._formulate(prepared, wanted)
+        with Stage(self._say, "solve"):
+            solution, weight = solve_step(overlap, self._search, self.settings.time_limit)
+        return Solved(overlap, solution, weight)
+
+    def _formulate(self, prepared: Prepared, wanted: Constraints) -> Overlap:
+        with Stage(self._say, "problem"), no_collection():
             limits = restrictions(wanted, prepared.space, prepared.shape)
             row = memory_row(prepared.pricing, self.settings.memory_limit)
             pricing = prepared.pricing
             busy = formulate(prepared.shape, prepared.costs, pricing.table, (row,), limits)
             waiting = formulate(prepared.shape, pricing.waiting_costs(), pricing.waiting_table, (row,), limits)
-            overlap = Overlap(busy, waiting)
-        with _Stage(self._say, "solve"):
-            solution, weight = solve_step(overlap, self._search, self.settings.time_limit)
-        return Solved(overlap, solution, weight)
+        return Overlap(busy, waiting)
 
     def _search(self, problem: Problem, seconds: float | None) -> Solution:
         solution = solve(problem, time_limit=seconds, progress=self._say)
         if solution.status == "infeasible":
-            raise self._infeasible(problem, solution)
+            prepared = self._prepare()
+            raise infeasible(problem, solution, prepared.space, prepared.shape, self.settings.device.name)
         if not solution.choices and self.settings.time_limit == seconds:
             raise SolveError("no plan was found in the time limit", at=f"time_limit {seconds} s", do="give more time")
         return solution
 
-    def _infeasible(self, problem: Problem, solution: Solution) -> InfeasibleError:
-        names = ", ".join(solution.conflict) or "the options of the ops themselves"
-        for row in problem.rows:
-            least = min_row(problem, row.name) if row.name in solution.conflict else math.inf
-            if math.isfinite(least):
-                pins = [name for name in solution.conflict if name != row.name]
-                need = format_need(least)
-                return InfeasibleError(
-                    f"no plan fits in {format_need(row.limit)} a device; the smallest needs {need}",
-                    at=f"mesh {self.mesh}, device {self.settings.device.name}"
-                    + (f"; with {', '.join(pins)}" if pins else ""),
-                    do=f"set memory_limit to {need} or more, add devices to the mesh, or drop pins",
-                )
-        alone = tuple(r for r in problem.restrictions if r.name == names)
-        if alone:
-            prepared = self._prepare()
-            cause = dead_end(prepared.space, prepared.shape, replace(problem, restrictions=alone))
-            return InfeasibleError(
-                f"no plan has {names}: {cause}", at=f"mesh {self.mesh}", do="take it back or change it"
-            )
-        return InfeasibleError(
-            f"these cannot hold together: {names}", at=f"mesh {self.mesh}", do="take one of them back or change it"
-        )
-
     def _request(self, wanted: Constraints) -> Request:
-        described = {f"inputs[{i}]": _describe(x) for i, x in enumerate(self.inputs)}
-        described |= {key: _describe(x) for key, x in sorted(self.kwargs.items())}  # in whatever order they came
+        described = describe_inputs(self.inputs, self.kwargs)
         settings = self.settings
         recorded = {**settings.recorded(), "constraints": wanted.recorded()}
         notes = (*settings.notes, *(f"asked for: {text}" for text in wanted.described()))
         return Request(self.name, settings.recipe, described, recorded, settings.memory_limit, notes)
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{dtype_name(value.dtype)} {list(value.shape)}"
-    return "None" if value is None else type(value).__name__
-
-
-class _Stage:
-    """Says that a stage begins, and how long it took when it ends."""
-
-    def __init__(self, say: Progress, name: str) -> None:
-        self.say, self.name = say, name
-
-    def __enter__(self) -> None:
-        self.started = time.perf_counter()
-        self.say(f"{self.name}: ...")
-
-    def __exit__(self, kind: object, value: object, trace: object) -> None:
-        if kind is None:
-            self.say(f"{self.name}: {time.perf_counter() - self.started:.1f} s")
 
 
 __all__ = ["AutoParallel"]

@@ -99,11 +99,19 @@ def moves_of(pricing: Pricing, choices: tuple[int, ...]) -> Iterator[Move]:
         link = shape.links[i]
         start = shape.sources[link.source][link.source_slot][choices[link.source]]
         end = shape.targets[link.target][link.target_slot][choices[link.target]]
-        if start == end or link.is_tie:
-            continue
-        routes = pricing.routes(link.ref)
-        for step in routes.path(start, end):
-            yield Move(link, step, routes.step_us(step))
+        for step in steps_of(pricing, link, start, end):
+            yield Move(link, step, pricing.routes(link.ref).step_us(step))
+
+
+def steps_of(pricing: Pricing, link: Link, start: Layout, end: Layout) -> tuple[Step, ...]:
+    """What a link does to its value between two layouts."""
+    return () if start == end or link.is_tie else pricing.routes(link.ref).path(start, end)
+
+
+def value_name(graph: Graph, ref: Ref) -> str:
+    """As the plan's collectives name a value: `mm`, `topk.1`, a parameter's fqn."""
+    node = graph.nodes[ref.node]
+    return node.target or (f"{node.name}.{ref.output}" if ref.output else node.name)
 
 
 def _when(pricing: Pricing, link: Link) -> tuple[int, int]:
@@ -255,12 +263,10 @@ def _local(pricing: Pricing, node: int, output: int, layout: Layout) -> tuple[in
 
 def _collective(pricing: Pricing, move: Move) -> CollectivePlan:
     space = pricing.space
-    node = space.graph.nodes[move.link.ref.node]
-    slot = move.link.ref.output
     return CollectivePlan(
         kind=move.step.kind,
         axis="+".join(space.mesh.names[a] for a in move.step.axes),
-        tensor=node.target or (f"{node.name}.{slot}" if slot else node.name),
+        tensor=value_name(space.graph, move.link.ref),
         reader=pricing.shape.variables[move.link.target].name,
         dtype=dtype_name(space.graph.spec(move.link.ref).dtype),
         bytes=move.step.num_bytes,

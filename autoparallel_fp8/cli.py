@@ -1,8 +1,8 @@
 """The command line: `autoparallel-fp8 plan llama3-8b --recipe tensorwise --mesh dp=8,tp=8`.
 
 Exit codes: 0 done, 1 no plan (the model or the constraints do not allow one) or no rule for an op, 2 wrong usage (an
-op that does not exist too). Errors are a paragraph on stderr, never a traceback. Progress goes to stderr where it is a
-terminal.
+op that does not exist too) or a wrong problem file; `diff` has 0 where the plans are the same, 1 where they differ, 2
+for all errors. Errors are a paragraph on stderr, never a traceback. Progress goes to stderr where it is a terminal.
 """
 
 from __future__ import annotations
@@ -11,16 +11,24 @@ import argparse
 import os
 import re
 import sys
-import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from .errors import AutoParallelError, PlanError, UsageError
+from . import solve_command
+from .errors import AutoParallelError, PlanError, ProblemError, UsageError
+from .progress_line import ProgressLine
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from .api import AutoParallel
+    from .explain import Overview
+    from .plan import Plan
+
+_MESH = "dp=8"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,10 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            options.run(options)
+            code = options.run(options)
         if sys.stdout is not None:
             sys.stdout.flush()  # a full disk is told here, not after the end
-    except UsageError as error:
+    except (UsageError, ProblemError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except AutoParallelError as error:
@@ -44,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         _drop_output()
+        return 0
     except OSError as error:
         _drop_output()
         where = error.filename or "standard output"
@@ -52,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
-    return 0
+    return code or 0
 
 
 def _drop_output() -> None:
@@ -74,14 +83,50 @@ def _parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", help="make a plan and print it")
     _add_model_arguments(plan)
     plan.add_argument("--json", metavar="FILE", help="write plan.json; - for standard output instead of the table")
+    plan.add_argument(
+        "--compare",
+        action="store_true",
+        help="show the plans people write by hand beside it: DDP, FSDP, HSDP, TP + SP, FSDP x TP",
+    )
+    plan.add_argument(
+        "--regrets",
+        action="store_true",
+        help="write to plan.json what every other layout of every parameter would cost; takes some seconds",
+    )
+    plan.add_argument(
+        "--parallelize",
+        metavar="FILE",
+        help="write the nearest form by hand, Python with FSDP2, parallel styles and torchao; - for standard output "
+        "instead of the table",
+    )
     plan.set_defaults(run=_plan)
-    explain = commands.add_parser("explain", help="every alternative of a parameter: its cost, or what forbids it")
-    _add_model_arguments(explain)
-    explain.add_argument("--parameter", metavar="NAME", required=True, help="as the plan has it")
+    explain = commands.add_parser(
+        "explain", help="every alternative of a parameter: its cost, or what forbids it; or the next best of each"
+    )
+    _add_model_arguments(explain, "a plan file")
+    explain.add_argument(
+        "--parameter", metavar="NAME", help="as the plan has it; without it, a line for each parameter"
+    )
     explain.set_defaults(run=_explain)
     verify = commands.add_parser("verify", help="plan, then run every rank in this process against the unsharded model")
-    _add_model_arguments(verify)
+    _add_model_arguments(verify, "a plan file")
     verify.set_defaults(run=_verify)
+    solve = commands.add_parser(
+        "solve",
+        help="solve a problem of the IOPDDL contest",
+        description="Choose one option a node at the least cost within the usage limit, and prove how good that is.",
+    )
+    solve_command.add_arguments(solve)
+    solve.set_defaults(run=solve_command.run)
+    diff = commands.add_parser(
+        "diff",
+        help="what two plan files have different",
+        description="Exit code 0: the same plan; 1: they differ; 2: a file is no plan.",
+    )
+    diff.add_argument("first", metavar="A", help="a plan file")
+    diff.add_argument("second", metavar="B", help="another")
+    diff.add_argument("--json", action="store_true", help="the answer as JSON")
+    diff.set_defaults(run=_diff)
     devices = commands.add_parser("devices", help="list device profiles, or show one with its sources")
     devices.add_argument("name", nargs="?", help="one device, with the source of each number")
     devices.set_defaults(run=_devices)
@@ -95,21 +140,33 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a preset, a config.json, or package.module:factory")
+def _add_model_arguments(parser: argparse.ArgumentParser, *others: str) -> None:
+    kinds = ", ".join(("a preset", "a config.json", *others))
+    parser.add_argument("model", metavar="MODEL", help=f"{kinds}, or package.module:factory")
     parser.add_argument("--layers", type=int, metavar="N", help="build the model with N layers")
     parser.add_argument(
         "--recipe", help="tensorwise, rowwise, rowwise_with_gw_hp or mxfp8; without it the model stays as it is"
     )
-    parser.add_argument("--mesh", default="dp=8", help="axes and sizes, outermost first (default: %(default)s)")
+    parser.add_argument("--mesh", help=f"axes and sizes, outermost first (default: {_MESH})")
+    parser.add_argument("--gpus", type=int, metavar="N", help="instead of --mesh: the best of all meshes of N GPUs")
+    parser.add_argument("--max-axes", type=int, metavar="K", help="of those meshes, 1 to 3 (default: 2)")
+    parser.add_argument(
+        "--workers", type=int, metavar="W", help="processes that plan them (default: one a core, at most 4)"
+    )
     parser.add_argument("--device", help="a device profile (see `devices`) or a .toml file")
-    parser.add_argument("--batch", type=int, help="global batch (default: twice the first axis, of images 32 times)")
+    parser.add_argument(
+        "--batch",
+        type=int,
+        help="global batch (default: twice the first axis, with --gpus one a GPU; of images 32 times the first axis)",
+    )
     parser.add_argument("--seq", type=int, help="sequence length (default: min(8192, the model's maximum))")
     parser.add_argument(
         "--memory-limit", metavar="SIZE", help='a device, such as "64 GiB" (default: the device\'s memory)'
     )
-    parser.add_argument("--recompute", default="none", help="none (default); selective and full are not planned yet")
-    parser.add_argument("--scale-scope", default="local", help="local (default) or global float8 scales")
+    parser.add_argument(
+        "--recompute", help="none (default), selective or full: what backward makes again, layer by layer"
+    )
+    parser.add_argument("--scale-scope", help="local (default) or global float8 scales")
     parser.add_argument(
         "--emulate", action="store_true", help="plan a recipe without a kernel on the device as emulated"
     )
@@ -121,7 +178,7 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--pin", action="append", default=[], metavar="NAME=PLACEMENT", help='such as "layers.*.wq.weight=R, S(0)"'
     )
     parser.add_argument("--strict", action="store_true", help="an op without a rule is an error")
-    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="for the solver")
+    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="for the solver, of all meshes together")
     parser.add_argument("--quiet", action="store_true", help="no progress")
     parser.add_argument(
         "--times", action="store_true", help="print the time of each stage to stderr at the end, in a pipe too"
@@ -145,36 +202,31 @@ def _add_rules_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="the answer as JSON")
 
 
-def _planner(options: argparse.Namespace) -> AutoParallel:
+def _planner(options: argparse.Namespace, progress: ProgressLine) -> AutoParallel:
     """The planner that the options describe; whatever is wrong with them fails here, before the work."""
     from .mesh import parse_mesh
 
-    parse_mesh(options.mesh)
+    mesh, gpus = _mesh(options)
+    parse_mesh(mesh if gpus is None else {"dp": gpus})
     if options.layers is not None and options.layers < 1:
         raise UsageError(f"--layers is {options.layers}", at="--layers", do="give a whole number of 1 or more")
     pins = [_pin(text) for text in options.pin]
     _tell_plugins()
     from .api import AutoParallel
-    from .models.presets import build
-    from .quiet import quiet
 
-    progress = _Progress(sys.stderr, options.quiet, options.times)
-    progress("model: building")
-    if ":" in options.model and not {"", os.getcwd()} & set(sys.path):
-        sys.path.insert(0, os.getcwd())  # a factory beside the user, as `python -m` finds it
-    with quiet():
-        model = build(options.model, num_layers=options.layers, dtype=_master_dtype(options))
+    model = _build(options.model, options.layers, options.mixed_precision, progress)
     planner = AutoParallel(
         model,
-        options.mesh,
+        mesh,
+        gpus=gpus,
         recipe=options.recipe,
         device=options.device,
         batch=options.batch,
         seq=options.seq,
         loss=None if options.no_loss else "auto",
         mixed_precision=_policy(options),
-        recompute=options.recompute,
-        scale_scope=options.scale_scope,
+        recompute=options.recompute or "none",
+        scale_scope=options.scale_scope or "local",
         emulate=options.emulate,
         memory_limit=options.memory_limit,
         strict=options.strict,
@@ -187,10 +239,64 @@ def _planner(options: argparse.Namespace) -> AutoParallel:
     return planner
 
 
-def _master_dtype(options: argparse.Namespace) -> Any:
+def _mesh(options: argparse.Namespace) -> tuple[str, int | None]:
+    """--mesh or --gpus, which are checked before the model is built."""
+    from .mesh_candidates import AUTO, check_gpus, check_whole
+
+    mesh = options.mesh or (_MESH if options.gpus is None else AUTO)
+    gpus = check_gpus(mesh, options.gpus)
+    for name, value, most in (("--max-axes", options.max_axes, 3), ("--workers", options.workers, None)):
+        if value is not None:
+            check_whole(name, value, most)
+            if gpus is None:
+                raise UsageError(f"{name} is of a search over meshes", at=name, do="give --gpus too, or leave it out")
+    return mesh, gpus
+
+
+def _optimized(options: argparse.Namespace, planner: AutoParallel) -> tuple[Plan, str]:
+    """The plan, and the table of the meshes where they were searched."""
+    if planner.gpus is None:
+        return planner.optimize(), ""
+    found = planner.search_meshes(workers=options.workers, max_axes=options.max_axes or 2)
+    return found.plan, f"{found}\n"
+
+
+def _build(name: str, layers: int | None, with_masters: bool, progress: ProgressLine) -> nn.Module:
     import torch
 
-    return torch.float32 if options.mixed_precision else torch.bfloat16
+    from .models.presets import build
+    from .quiet import quiet
+
+    progress("model: building")
+    if ":" in name and not {"", os.getcwd()} & set(sys.path):
+        sys.path.insert(0, os.getcwd())  # a factory beside the user, as `python -m` finds it
+    with quiet():
+        return build(name, num_layers=layers, dtype=torch.float32 if with_masters else torch.bfloat16)
+
+
+def _asked(options: argparse.Namespace, progress: ProgressLine) -> tuple[nn.Module, Callable[[], Plan]]:
+    """The model, and how to get its plan: planned, or restored where MODEL is a plan file."""
+    from .plan_argument import how_built, plan_in, require_agreement
+
+    plan = plan_in(options.model)
+    if plan is None:
+        planner = _planner(options, progress)
+        return planner.model, lambda: _optimized(options, planner)[0]
+    require_agreement(plan, options)
+    name, layers = how_built(plan, options.model)
+    _tell_plugins()
+    model = _build(name, layers, plan.settings.get("mixed_precision") is not None, progress)
+
+    def restored() -> Plan:
+        from .restore import restore
+
+        found = restore(plan, model, device=options.device, time_limit=options.time_limit, progress=progress)
+        for note in found.notes:
+            if note not in plan.notes:
+                progress.note(note)
+        return found
+
+    return model, restored
 
 
 def _policy(options: argparse.Namespace) -> Any:
@@ -212,26 +318,69 @@ def _pin(text: str) -> tuple[str, str]:
 
 
 def _plan(options: argparse.Namespace) -> None:
-    from .plan import check_writable
+    from .plan import check_writable, write_text
+    from .plan_argument import built_from, plan_in
 
-    if options.json and options.json != "-":
-        check_writable(options.json)
-    planner = _planner(options)
-    plan = planner.optimize()
-    planner.finish_progress()
-    if options.json == "-":
-        sys.stdout.write(plan.to_json())
+    files = [file for file in (options.json, options.parallelize) if file]
+    if files == ["-", "-"]:
+        do = "give one of them a file"
+        raise UsageError("two texts would go to standard output", at="--json and --parallelize", do=do)
+    if options.compare and "-" in files:
+        do = "write to a file, or leave --compare out"
+        raise UsageError("two texts would go to standard output", at="--compare", do=do)
+    if options.regrets and not options.json:
+        do = "name the file with --json, or print them: explain MODEL"
+        raise UsageError("--regrets writes to plan.json, and no file is named", at="--regrets", do=do)
+    for file in files:
+        if file != "-":
+            check_writable(file)
+    if plan_in(options.model) is not None:
+        do = "run verify or explain with it, or plan its model: a preset, a config.json, or package.module:factory"
+        raise UsageError(f"{options.model} is a plan, not a model", at="MODEL", do=do)
+    progress = ProgressLine(sys.stderr, options.quiet, options.times)
+    planner = _planner(options, progress)
+    plan, meshes = _optimized(options, planner)
+    comparison = None
+    if options.compare:
+        from .mesh import parse_mesh
+
+        comparison = (planner.with_mesh(parse_mesh(plan.mesh)) if meshes else planner).compare(plan)
+        plan = comparison.chosen
+    plan = replace(plan, settings={**plan.settings, **built_from(options.model, options.layers)})
+    if options.regrets:
+        progress("regrets: every other layout of every parameter")
+        plan = plan.with_regrets()
+    progress.finish()
+    texts = ((options.json, plan.to_json), (options.parallelize, plan.to_parallelize))
+    for file, text in texts:
+        if file and file != "-":
+            write_text(file, text())
+    shown = [text() for file, text in texts if file == "-"]
+    if shown:
+        sys.stdout.write(shown[0])
         return
+    if meshes:
+        print(meshes)
     print(plan)
-    if options.json:
-        plan.save(options.json)
+    if comparison:
+        print(f"\n{comparison}")
 
 
 def _explain(options: argparse.Namespace) -> None:
-    planner = _planner(options)
+    progress = ProgressLine(sys.stderr, options.quiet, options.times)
+    stored = _stored_overview(options)
+    if stored is not None:
+        print(stored)
+        return
+    model, get_plan = _asked(options, progress)
+    if options.parameter is None:
+        overview = get_plan().explain()
+        progress.finish()
+        print(overview)
+        return
     # As the table prints equal layers in one line, `layers.{0-31}.w`: the first of them.
     name = re.sub(r"\{(\d+)[\d,-]*\}", r"\1", options.parameter)
-    names = [known for known, _ in planner.model.named_parameters(remove_duplicate=False)]
+    names = [known for known, _ in model.named_parameters(remove_duplicate=False)]
     if name not in names:
         close = [*(known for known in names if name in known), *get_close_matches(name, names, n=3)]
         shown = ", ".join(dict.fromkeys(close[:3])) or ", ".join(names[:3]) + ", ..." * (len(names) > 3)
@@ -240,17 +389,28 @@ def _explain(options: argparse.Namespace) -> None:
             at="--parameter",
             do=f"did you mean {shown}?" if close else f"names are {shown}",
         )
-    explanation = planner.optimize().explain(name)
-    planner.finish_progress()
+    explanation = get_plan().explain(name)
+    progress.finish()
     print(explanation)
 
 
+def _stored_overview(options: argparse.Namespace) -> Overview | None:
+    """Of a plan file that was written with `--regrets`, where all parameters are asked about: needs no model."""
+    from .plan_argument import plan_in, require_agreement
+
+    plan = plan_in(options.model) if options.parameter is None else None
+    if plan is None or not plan.alternatives:
+        return None
+    require_agreement(plan, options)
+    return plan.explain()
+
+
 def _verify(options: argparse.Namespace) -> None:
-    planner = _planner(options)
-    result = planner.optimize().verify()
-    planner.finish_progress()
+    progress = ProgressLine(sys.stderr, options.quiet, options.times)
+    result = _asked(options, progress)[1]().verify()
+    progress.finish()
     print(result)
-    wrong = [one.name for one in result.compared if one.error > result.bound]
+    wrong = [one.name for one in result.compared if not one.is_ok]
     if wrong:
         count = f"{len(wrong)} of {len(result.compared)} tensors differ"
         raise PlanError(
@@ -258,6 +418,18 @@ def _verify(options: argparse.Namespace) -> None:
             at=", ".join(wrong[:3]),
             do="do not run it; report it with the command that made it",
         )
+
+
+def _diff(options: argparse.Namespace) -> int:
+    from .plan import Plan
+
+    try:
+        first, second = (Plan.load(path) for path in (options.first, options.second))
+    except PlanError as error:
+        raise UsageError(error.message, at=error.at, do=error.do) from error
+    found = first.diff(second)
+    sys.stdout.write(found.to_json() if options.json else f"{found}\n")
+    return int(bool(found))
 
 
 def _devices(options: argparse.Namespace) -> None:
@@ -327,29 +499,6 @@ def _tell_plugins() -> None:
 
     for note in load_plugins():
         print(f"note: {note}", file=sys.stderr)
-
-
-class _Progress:
-    """Lines on a terminal, each stage overwriting the last; nothing in a pipe. Keeps the stages' times."""
-
-    def __init__(self, stream: Any, quiet: bool, times: bool = False) -> None:
-        self.stream, self.with_times = stream, times
-        self.shown = not quiet and stream.isatty()
-        self.started = time.perf_counter()
-        self.times: list[str] = []
-
-    def __call__(self, text: str) -> None:
-        if text.endswith(" s"):
-            self.times.append(text)
-        if self.shown:
-            print(f"\r\x1b[2K{time.perf_counter() - self.started:6.1f} s  {text}", end="", file=self.stream, flush=True)
-
-    def finish(self) -> None:
-        total = f"{time.perf_counter() - self.started:6.1f} s  {', '.join(self.times)}"
-        if self.shown:
-            print(f"\r\x1b[2K{total}", file=self.stream, flush=True)
-        elif self.with_times:
-            print(total, file=self.stream, flush=True)
 
 
 if __name__ == "__main__":

@@ -7,14 +7,14 @@ calls does not matter and one can be taken back.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
 
 from .errors import UsageError
 from .expansion import Space
-from .layout import Factors, Layout, format_layout, local_factors, parse_layout
+from .layout import Factors, Layout, R, format_layout, local_factors, parse_layout
 from .problem import Restriction
 from .structure import Structure
 
@@ -61,6 +61,10 @@ class Constraints:
     def with_outputs(self, placements: Sequence[Wanted]) -> Constraints:
         return replace(self, outputs=_list_of_texts(placements, "add_output_constraints"))
 
+    def beside(self, other: Constraints) -> Constraints:
+        """These, and the pins of others."""
+        return replace(self, parameters=(*self.parameters, *other.parameters), nodes=(*self.nodes, *other.nodes))
+
     def recorded(self) -> dict[str, Any] | None:
         """What a plan file says of them; None where nothing was asked."""
         found = {
@@ -71,6 +75,21 @@ class Constraints:
             "budget": list(self.budget) if self.budget else [],
         }
         return {name: value for name, value in found.items() if value} or None
+
+    @classmethod
+    def recall(cls, recorded: Mapping[str, Any] | None) -> Constraints:
+        """What `recorded` gave.
+
+        Raises:
+            UsageError: it is no record of constraints.
+        """
+        found, data = cls(), recorded or {}
+        for pattern, placement in data.get("parameters", ()):
+            found = found.pin(pattern, placement)
+        for pattern, placement in data.get("nodes", ()):
+            found = found.node(pattern, placement)
+        found = found.with_inputs(data.get("inputs", ())).with_outputs(data.get("outputs", ()))
+        return found.with_budget(*data["budget"]) if data.get("budget") else found
 
     def described(self) -> tuple[str, ...]:
         """A line for each wish, for the plan's notes."""
@@ -160,7 +179,7 @@ class _Reader:
     def read(self, wanted: Constraints) -> Iterator[Restriction]:
         nodes = self.space.graph.nodes
         parameters = {n.target: i for i, n in enumerate(nodes) if n.kind == "parameter"}
-        aliases = {alias: parameters[kept] for alias, kept in self.space.graph.aliases}
+        aliases = {alias: parameters[kept] for alias, kept in self.space.graph.aliases if kept in parameters}
         ops = {n.name: i for i, n in enumerate(nodes) if n.kind == "op"}
         pinned = set()
         for pattern, text in wanted.parameters:
@@ -211,6 +230,8 @@ class _Reader:
             layout = parse_layout(text, len(self.space.mesh.axes), len(spec.shape))
         except UsageError as error:
             raise UsageError(error.message, at=label, do=error.do) from error
+        # an axis of one device splits nothing
+        layout = tuple(p if size > 1 else R for p, size in zip(layout, self.space.mesh.sizes, strict=True))
         layouts = self.shape.sources[v][0]
         allowed = tuple(i for i, found in enumerate(layouts) if found == layout)
         if not allowed:

@@ -8,12 +8,15 @@
     |- ProblemError    the planning problem is malformed
     |- InfeasibleError nothing satisfies all constraints together
     |- SolveError      the solver failed or found nothing in its time
-    `- PlanError       a plan file or a placement in it is wrong
+    |- PlanError       a plan file or a placement in it is wrong
+    `- ApplyError      executing a plan failed
 
 Every error carries three parts: what was wrong, where (`at`), and what to do (`do`).
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class AutoParallelError(Exception):
@@ -29,6 +32,9 @@ class AutoParallelError(Exception):
         super().__init__(message, at, do)
         self.message, self.at, self.do = message, at, do
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _again, (type(self), self.message, self.at, self.do)
+
     def __str__(self) -> str:
         lines = [self.message]
         if self.at:
@@ -36,6 +42,11 @@ class AutoParallelError(Exception):
         if self.do:
             lines.append(f"  do: {self.do}")
         return "\n".join(lines)
+
+
+def _again(kind: type[AutoParallelError], message: str, at: str | None, do: str | None) -> AutoParallelError:
+    """The error as it was, on the other side of a pickle."""
+    return kind(message, at=at, do=do)
 
 
 class UsageError(AutoParallelError, ValueError):
@@ -68,3 +79,7 @@ class SolveError(AutoParallelError):
 
 class PlanError(AutoParallelError):
     """A plan file, or a placement in it, is wrong."""
+
+
+class ApplyError(AutoParallelError):
+    """Executing a plan failed."""

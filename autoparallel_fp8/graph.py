@@ -177,5 +177,6 @@ def map_items(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
     if isinstance(value, kind):
         return function(value)
     if isinstance(value, tuple):
-        return tuple(map_items(item, kind, function) for item in value)
+        nested = (kind, tuple)
+        return tuple([map_items(item, kind, function) if isinstance(item, nested) else item for item in value])
     return value

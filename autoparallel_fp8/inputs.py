@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .capture.trace import check_arguments
+from .capture.arguments import check_arguments
 from .errors import AutoParallelError, UsageError
 from .integrations.hugging_face import image_shape, is_hugging_face, maximum_length, one_line, takes, usual_length
 from .mesh import Mesh
@@ -25,14 +25,16 @@ def default_inputs(
     kwargs: Mapping[str, Any] | None,
     batch: int | None,
     seq: int | None,
+    sequences: int = 2,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword inputs to plan with, tensors on the meta device where they are made up here.
 
     Args:
         model: decides what is made up.
-        mesh: the default batch is twice its first axis, of images 32 times.
+        mesh: the default batch is its first axis times `sequences`, of images 32 times.
         inputs, kwargs: the user's; taken as they are.
         batch, seq: of made-up token ids (for encoder and decoder each); batch of made-up images.
+        sequences: of token ids, by default, for each device of the first axis.
 
     Raises:
         UsageError: nothing was given and nothing can be made up; an input that cannot be planned with; or sizes beside
@@ -61,7 +63,7 @@ def default_inputs(
         args, named = tuple(inputs if inputs is not None else ()), dict(kwargs or {})
         check_arguments(args, named)
         return args, named
-    made_up = _made_up(model, mesh.axes[0].size, batch, seq) if is_hugging_face(model) else None
+    made_up = _made_up(model, mesh.axes[0].size, batch, seq, sequences) if is_hugging_face(model) else None
     if made_up is not None:
         return made_up
     examples = getattr(model, "example_inputs", None)
@@ -84,7 +86,7 @@ def default_inputs(
 
 
 def _made_up(
-    model: nn.Module, first_axis: int, batch: int | None, seq: int | None
+    model: nn.Module, first_axis: int, batch: int | None, seq: int | None, sequences: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Token ids, images, or token ids for encoder and decoder, as the model's forward takes them; None for others."""
     shape = image_shape(getattr(model, "config", None))
@@ -105,7 +107,7 @@ def _made_up(
         raise UsageError(
             f"seq is {length}, but the model takes at most {longest}", at="seq", do=f"give {longest} or less"
         )
-    ids = torch.empty(batch or 2 * first_axis, length, dtype=torch.int64, device="meta")
+    ids = torch.empty(batch or sequences * first_axis, length, dtype=torch.int64, device="meta")
     if takes(model, "decoder_input_ids"):
         return (), {"input_ids": ids, "decoder_input_ids": torch.empty_like(ids)}
     return (ids,), {}

@@ -131,3 +131,9 @@ def _with_argument(call: LocalCall, name: str, value: Any) -> LocalCall:
         return LocalCall(call.function, (*call.args[:position], value, *call.args[position + 1 :]), call.kwargs)
     kwargs = tuple((n, value if n == name else v) for n, v in call.kwargs)
     return LocalCall(call.function, call.args, kwargs)
+
+
+def placement(op: Any, device: torch.device | str, *, has_tensors: bool) -> dict[str, Any]:
+    """The keyword that puts what an op makes on a device, where it reads no tensor that says so."""
+    takes_device = any(argument.name == "device" for argument in op._schema.arguments)
+    return {"device": torch.device(device)} if takes_device and not has_tensors else {}

@@ -13,15 +13,18 @@ integer program for the larger sum closes where it is small enough.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .problem import OPTIMAL_GAP, Problem, Solution, evaluate
 from .solver import mix, solve_larger
 
 PROGRAM_SECONDS = 20.0  # for the program that closes what the weights leave open
+GOOD_GAP = 1e-3  # where rows leave a gap at single weights, the weights end with this
 MAX_WEIGHTS = 8  # after the first; the crossing is mostly met in three
+BOUND_WEIGHTS = 4  # for a bound alone, all together
 
 
 @dataclass(frozen=True)
@@ -59,9 +62,12 @@ def solve_step(
         return first, 1.0
     best, bound, proof = first.choices, first.lower_bound, 1.0
     lines = [_sums(overlap, first.choices)]
-    weight = 0.0
+    is_open = first.status != "optimal"
+    weight = 0.5  # the highest of one line is at an end, which tells little
     for _ in range(MAX_WEIGHTS):
-        if lines[0][0] >= lines[0][1] or _is_closed(overlap.step_us(best), bound):
+        if lines[0][0] >= lines[0][1] or is_closed(overlap.step_us(best), bound):
+            break
+        if is_open and overlap.step_us(best) - bound <= GOOD_GAP * overlap.step_us(best):
             break
         left = None if deadline is None else deadline - time.monotonic()
         if left is not None and left <= 0:
@@ -73,13 +79,14 @@ def solve_step(
             break
         if overlap.step_us(found.choices) < overlap.step_us(best):
             best = found.choices
+        is_open |= found.status != "optimal"
         line = _sums(overlap, found.choices)
         if line in lines:
             break
         lines.append(line)
         weight = _highest(lines)
     left = PROGRAM_SECONDS if deadline is None else min(PROGRAM_SECONDS, deadline - time.monotonic())
-    if not _is_closed(overlap.step_us(best), bound) and left > 0:
+    if not is_closed(overlap.step_us(best), bound) and left > 0:
         exact = solve_larger(overlap.busy, overlap.waiting, proof, overlap.step_us(best), left)
         if exact is not None:
             bound = max(bound, exact.lower_bound)
@@ -87,15 +94,39 @@ def solve_step(
                 best = exact.choices
     objective = overlap.step_us(best)
     bound = min(bound, objective)
-    status = "optimal" if _is_closed(objective, bound) else "feasible"
+    status = "optimal" if is_closed(objective, bound) else "feasible"
     return Solution(best, objective, bound, status), proof
+
+
+def bound_step(overlap: Overlap, bound: Callable[[Problem], Solution]) -> float:
+    """A lower bound of the step, without solving: the best of those at a few weights; inf where nothing is allowed.
+
+    Args:
+        overlap: the two sums.
+        bound: problem -> lower bound and choices near it, which may break rows.
+    """
+    free = Overlap(*(replace(side, rows=()) for side in (overlap.busy, overlap.waiting)))
+    lines: list[tuple[float, float]] = []
+    best, weight = -math.inf, 1.0
+    for _ in range(BOUND_WEIGHTS):
+        found = bound(overlap.at(weight))
+        best = max(best, found.lower_bound)
+        if not found.choices:
+            break
+        line = _sums(free, found.choices)
+        if line in lines or (not lines and line[0] >= line[1]):
+            break
+        lines.append(line)
+        weight = 0.0 if len(lines) == 1 else _highest(lines)
+    return best
 
 
 def _sums(overlap: Overlap, choices: tuple[int, ...]) -> tuple[float, float]:
     return evaluate(overlap.busy, choices), evaluate(overlap.waiting, choices)
 
 
-def _is_closed(objective: float, bound: float) -> bool:
+def is_closed(objective: float, bound: float) -> bool:
+    """Whether a bound proves a plan optimal."""
     return objective - bound <= OPTIMAL_GAP * max(abs(objective), 1e-9)
 
 

@@ -4,16 +4,19 @@ A scale of a rank's own is right only for the part it was taken of. So what is m
 the maximum saw (up to element-wise ops, views and moves of that tensor alone), split at the same place; and a GEMM
 takes frozen data together with the scale of the same maximum alone. torchao's rowwise GEMM without fast accumulation
 takes unit scales and is multiplied by the product of the real ones after: there the product must be of the maxima of
-just the data that the GEMM read. Weights keep one scale: they are left out.
+just the data that the GEMM read. Weights keep one scale: they are left out. A tensor that backward makes again
+(`capture.recompute`) is, split at the same place, the one that forward's maximum saw.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
+from .capture.recompute import first_equals
 from .graph import Graph, Ref
 from .rules import Dims, OwnScales, Place, Signature, place_of
 
@@ -151,7 +154,8 @@ class _Search:
         carried = []
         for where, taken in places:
             assert where is not None, "data is frozen at a place"
-            place = place_of(signature.results[0], signature.operands[operand][where[0]][where[1]])
+            atom = _atom(signature.operands[operand], where)
+            place = place_of(signature.results[0], atom) if atom else None
             if place is not None:
                 carried.append((place, taken))
         return _Scaled(maxima, tuple(carried), False)
@@ -160,11 +164,15 @@ class _Search:
         """Where a place of a value comes from, back through ops of one tensor that work element by element or move."""
         while place is not None:
             signature, reads = self.signatures[ref.node], list(self.graph.nodes[ref.node].reads())
-            if signature is None or len(reads) != 1 or not signature.passes_scales:
-                return ref, place
-            atom = signature.results[ref.output][place[0]][place[1]]
+            atom = _atom(signature.results[ref.output], place) if signature else None
+            if signature is None or atom is None or len(reads) != 1 or not signature.passes_scales:
+                return Ref(self._first[ref.node], ref.output), place
             ref, place = reads[0], place_of(signature.operands[0], atom)
         return None
+
+    @cached_property
+    def _first(self) -> list[int]:
+        return first_equals(self.graph)
 
     def _on_the_way(self) -> dict[int, OwnScales]:
         """Those nodes from which a scaled GEMM is reached."""
@@ -180,3 +188,9 @@ class _Search:
 
 def _places(dims: Dims) -> list[Place]:
     return [(d, f) for d, dim in enumerate(dims) for f in range(len(dim))]
+
+
+def _atom(dims: Dims, place: Place) -> str | None:
+    """The atom at a place of a tensor; None where the op keeps that dim whole."""
+    atoms = dims[place[0]]
+    return atoms[place[1]] if place[1] < len(atoms) else None

@@ -150,11 +150,16 @@ def evaluate(problem: Problem, choices: Sequence[int]) -> float:
     """Cost of a full choice in microseconds; inf where an option, a pair or a row forbids it."""
     total = problem.offset + float(sum(cost[x] for cost, x in zip(problem.costs, choices, strict=True)))
     total += float(sum(problem.tables[e.table][choices[e.u], choices[e.w]] for e in problem.edges))
-    if any(row_value(row, choices) > row.bound for row in problem.rows):
+    if not keeps_rows(problem, choices):
         return float("inf")
     if any(choices[restriction.variable] not in restriction.allowed for restriction in problem.restrictions):
         return float("inf")
     return total
+
+
+def keeps_rows(problem: Problem, choices: Sequence[int]) -> bool:
+    """Whether a full choice is within every row."""
+    return all(row_value(row, choices) <= row.bound for row in problem.rows)
 
 
 def row_value(row: Row, choices: Sequence[int]) -> float:

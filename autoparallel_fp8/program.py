@@ -2,7 +2,7 @@
 
 In: the space, its variables and links, a choice for each. Out: a `Program`, the same list for every rank; what a rank
 calls for an op is `lower.local_call`. The steps of a link are the ones that were priced, in the order in which they
-were. `simulate_plan.py` runs a program on all ranks in one process, `apply.py` on a process each.
+were. `schedule.py` says when a rank runs what.
 """
 
 from __future__ import annotations
@@ -68,15 +68,9 @@ class Program:
     ends: dict[tuple[str, str], Key]
     layouts: dict[Key, Layout]
 
-    def last_uses(self) -> list[tuple[Key, ...]]:
-        """For each instruction, the values that nothing reads after it."""
-        ended = set(self.ends.values())
-        found: list[tuple[Key, ...]] = []
-        for instruction in reversed(self.instructions):
-            fresh = [key for key in dict.fromkeys([*reads_of(instruction), *makes_of(instruction)]) if key not in ended]
-            ended.update(fresh)
-            found.append(tuple(fresh))
-        return found[::-1]
+    def ends_of(self, *kinds: str) -> tuple[Key, ...]:
+        """The values of all outputs of these kinds: "output", "buffer", "gradient"; each once."""
+        return tuple(dict.fromkeys(key for (kind, _), key in self.ends.items() if kind in kinds))
 
 
 def reads_of(instruction: Instruction) -> tuple[Key, ...]:

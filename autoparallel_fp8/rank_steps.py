@@ -1,12 +1,11 @@
-"""What one rank of a process group runs for a step of a redistribution: a collective between two permutations.
+"""What one rank of a process group runs for a step of a redistribution: send, a collective, receive.
 
 A step cuts one dim into equal pieces, one a member of the group. Seen along that dim a tensor is `[before, pieces,
 after]`; a gather puts the pieces between, a scatter takes one out. Pieces travel in the tensor's own memory order, so a
 column-major tensor stays column-major, and a gather along its major dim copies nothing. One-byte floats travel as
 bytes; they are never summed. `shards.run_step` does the same for all ranks in one process, by positions.
 
-Functional collectives (torch.ops._c10d_functional) are used rather than torch.distributed's public ones, which write
-into a buffer: Inductor and autograd know the functional ones, torch 2.11 to 2.14.
+Everything here is known before any tensor is there: shapes and orders come from the layouts, not from what arrives.
 """
 
 from __future__ import annotations
@@ -18,12 +17,10 @@ import torch
 from torch import Tensor
 
 from .graph import TensorSpec
-from .layout import Factors, Layout, local_factors, local_shape, local_stride
+from .layout import Factors, Layout, local_factors, local_shape, local_spec
 from .parts import index_along
 from .redistribute import Step
 from .shards import as_bytes
-
-_c10d = torch.ops._c10d_functional
 
 
 @dataclass(frozen=True)
@@ -40,10 +37,6 @@ class Cut:
     after: int
     order: tuple[int, ...]
 
-    @property
-    def pieces(self) -> int:
-        return prod(self.order)
-
 
 @dataclass(frozen=True)
 class RankStep:
@@ -51,19 +44,22 @@ class RankStep:
 
     Attributes:
         kind, reduction: as in `Step`.
+        ways: members of the group.
         source_cut, target_cut: of the dim that is gathered, and of the one that is cut.
-        shape, stride: of the result.
+        before, after: the rank's tensor.
+        order: its dims, outermost in memory first.
         index: number of the rank's own piece (for a slice).
     """
 
     kind: str
     reduction: str
+    ways: int
     source_cut: Cut | None
     target_cut: Cut | None
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    before: TensorSpec
+    after: TensorSpec
+    order: tuple[int, ...]
     index: int
-    dtype: torch.dtype
 
 
 def rank_step(
@@ -76,18 +72,21 @@ def rank_step(
         spec: the global tensor.
         factors: of its dims.
         sizes: of the mesh axes.
-        coordinate: of the rank.
+        coordinate: of the rank; nothing but `index` depends on it.
     """
-    shape = local_shape(spec.shape, factors, step.target, sizes)
+    before, after = (
+        local_spec(spec, local_shape(spec.shape, factors, layout, sizes)) for layout in (step.source, step.target)
+    )
     return RankStep(
         step.kind,
         step.reduction,
+        prod(sizes[a] for a in step.axes),
         _cut(step, step.source, factors, step.target, sizes),
         _cut(step, step.target, factors, step.source, sizes),
-        shape,
-        local_stride(spec.shape, spec.stride, shape),
+        before,
+        after,
+        tuple(sorted(range(len(spec.shape)), key=lambda d: (-spec.stride[d], d))),
         index_along(step.axes, sizes, coordinate),
-        spec.dtype,
     )
 
 
@@ -103,89 +102,76 @@ def _cut(step: Step, layout: Layout, factors: Factors, whole: Layout, sizes: tup
     return Cut(placement.dim, before, prod(dim) // before // prod(order), order)
 
 
-def run_rank_step(x: Tensor, step: RankStep, group: str) -> Tensor:
-    """The rank's tensor after the step.
-
-    Args:
-        x: the rank's tensor before.
-        step: what to do.
-        group: name of the process group of the step's axes.
-    """
-    if step.kind == "slice":
-        assert step.target_cut is not None
-        return _in_order(_piece(x, step.target_cut, step.index), step)
-    moved = as_bytes(x)
-    if step.kind == "all_reduce":
-        sent, order = _dense(moved)
-        made = _c10d.wait_tensor(_c10d.all_reduce(sent, step.reduction, group))
-        return _in_order(_undense(made, moved.shape, order), step)
-    if step.kind == "all_gather":
-        assert step.source_cut is not None
-        count = step.source_cut.pieces
-        sent, order = _dense(moved)
-        made = _c10d.wait_tensor(_c10d.all_gather_into_tensor(sent, count, group))
-        return _in_order(_joined(made, moved.shape, order, step.source_cut), step)
+def sliced(x: Tensor, step: RankStep) -> Tensor:
+    """The rank's own piece of its tensor, dense: a step of kind "slice"."""
     assert step.target_cut is not None
-    pieces = _pieces(moved, step.target_cut)
-    sent, order = _dense(pieces, first=1)
-    count = step.target_cut.pieces
-    if step.kind == "reduce_scatter":
-        made = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(sent, step.reduction, count, group))
-        return _in_order(_undense(made, pieces.shape[1:], order), step)
-    assert step.kind == "all_to_all" and step.source_cut is not None
-    each = [sent.shape[0] // count] * count
-    made = _c10d.wait_tensor(_c10d.all_to_all_single(sent, each, each, group))
-    return _in_order(_joined(made, pieces.shape[1:], order, step.source_cut), step)
+    cut = step.target_cut
+    opened = as_bytes(x).unflatten(cut.dim, (cut.before, step.ways, cut.after)).select(cut.dim + 1, step.index)
+    return _placed(opened.flatten(cut.dim, cut.dim + 1), step)
 
 
-def _dense(x: Tensor, first: int = 0) -> tuple[Tensor, tuple[int, ...]]:
-    """The elements in memory order as one dim, and that order of the dims; the first `first` dims go first."""
-    rest = sorted(range(first, x.ndim), key=lambda d: (-x.stride()[d], d))
-    order = (*range(first), *rest)
-    return x.permute(order).reshape(-1), tuple(d - first for d in rest)
-
-
-def _undense(flat: Tensor, shape: torch.Size, order: tuple[int, ...]) -> Tensor:
-    """The tensor of that shape whose elements in this order of dims are `flat`."""
-    stored = flat.view([shape[d] for d in order])
-    return stored.permute([order.index(d) for d in range(len(shape))])
-
-
-def _joined(flat: Tensor, shape: torch.Size, order: tuple[int, ...], cut: Cut) -> Tensor:
-    """Pieces of that shape, one after the other, put together along the cut's dim."""
-    stored = flat.view([*cut.order, *(shape[d] for d in order)])
+def send(x: Tensor, step: RankStep) -> Tensor:
+    """What the rank gives to the collective: its elements in memory order, one dim; [pieces, ...] where it is cut."""
+    moved = as_bytes(x)
+    if step.kind in ("all_gather", "all_reduce"):
+        return moved.permute(step.order).reshape(-1)
+    cut = step.target_cut
+    assert cut is not None
     axes = len(cut.order)
-    places = [axes + order.index(d) for d in range(len(shape))]
+    opened = moved.unflatten(cut.dim, (cut.before, *cut.order[::-1], cut.after))
+    places = [d + (axes + 1) * (d > cut.dim) for d in range(x.ndim)]
+    inner = [place for d in step.order for place in ([cut.dim, cut.dim + axes + 1] if d == cut.dim else [places[d]])]
+    return opened.permute([*range(cut.dim + axes, cut.dim, -1), *inner]).reshape(-1)
+
+
+def receive(flat: Tensor, step: RankStep) -> Tensor:
+    """The rank's tensor after the step, from what the collective gave: one dim, pieces one after the other."""
+    cut = step.source_cut if step.kind in ("all_gather", "all_to_all") else None
+    if cut is None:
+        return _ordered(flat, step)
+    shape = [*step.after.shape]
+    shape[cut.dim] = cut.before * cut.after
+    axes = len(cut.order)
+    sizes = [size for d in step.order for size in ([cut.before, cut.after] if d == cut.dim else [shape[d]])]
+    opened = flat.view([*cut.order, *sizes])
+    at = axes + sum(1 for d in step.order[: step.order.index(cut.dim)])
     pieces = list(range(axes))[::-1]  # the later axis is major
-    split = stored.permute([*places[: cut.dim], places[cut.dim], *places[cut.dim + 1 :], *pieces])
-    opened = split.unflatten(cut.dim, (cut.before, cut.after))  # [..., before, after, ..., pieces]
-    n = len(shape) + 1
-    moved = opened.permute([*range(cut.dim + 1), *range(n, n + axes), *range(cut.dim + 1, n)])
-    whole = [*shape[: cut.dim], shape[cut.dim] * cut.pieces, *shape[cut.dim + 1 :]]
-    return moved.reshape(whole)
+    joined = opened.permute([*range(axes, at + 1), *pieces, *range(at + 1, opened.ndim)])
+    return _ordered(joined.reshape(-1), step)
 
 
-def _pieces(x: Tensor, cut: Cut) -> Tensor:
-    """[pieces, ...]: what goes to each member, in the order of the members."""
-    axes = len(cut.order)
-    opened = x.unflatten(cut.dim, (cut.before, *cut.order[::-1], cut.after))
-    moved = opened.permute(
-        [*range(cut.dim + axes, cut.dim, -1), *range(cut.dim + 1), *range(cut.dim + axes + 1, opened.ndim)]
-    )
-    shape = [*x.shape[: cut.dim], cut.before * cut.after, *x.shape[cut.dim + 1 :]]
-    return moved.reshape([cut.pieces, *shape])
+def _ordered(flat: Tensor, step: RankStep) -> Tensor:
+    """The tensor whose elements in memory order are `flat`."""
+    stored = flat.view([step.after.shape[d] for d in step.order])
+    return _placed(stored.permute([step.order.index(d) for d in range(len(step.order))]), step)
 
 
-def _piece(x: Tensor, cut: Cut, index: int) -> Tensor:
-    opened = as_bytes(x).unflatten(cut.dim, (cut.before, cut.pieces, cut.after)).select(cut.dim + 1, index)
-    return opened.flatten(cut.dim, cut.dim + 1)
+def _placed(x: Tensor, step: RankStep) -> Tensor:
+    """In the result's dtype and exact strides."""
+    x = x.view(step.after.dtype) if x.dtype != step.after.dtype else x
+    return in_order(x, step.after.stride)
 
 
-def _in_order(x: Tensor, step: RankStep) -> Tensor:
-    """In the result's memory order, and its own dtype."""
-    x = x.view(step.dtype) if x.dtype != step.dtype else x
-    if x.stride() == step.stride:
+def in_order(x: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """The same values with these strides; a copy only where they differ for a dim of more than one element."""
+    if all(size == 1 or a == b for size, a, b in zip(x.shape, x.stride(), stride, strict=True)):
         return x
-    order = sorted(range(x.ndim), key=lambda d: (-step.stride[d], d))
+    shape = x.shape
+    for d, step in enumerate(stride):
+        if step == 0 and shape[d] > 1:
+            x = x.narrow(d, 0, 1)  # repeats in memory
+    order = sorted(range(x.ndim), key=lambda d: (-stride[d], d))
     back = [order.index(d) for d in range(x.ndim)]
-    return x.permute(order).contiguous().permute(back)
+    dense = as_bytes(x).permute(order).contiguous().permute(back)
+    dense = dense.view(x.dtype) if dense.dtype != x.dtype else dense
+    return dense.expand(shape) if x.shape != shape else dense
+
+
+def received(numel: int, step: RankStep) -> int:
+    """How many elements the collective gives for so many sent."""
+    return {"all_gather": numel * step.ways, "reduce_scatter": numel // step.ways}.get(step.kind, numel)
+
+
+def dry(flat: Tensor, step: RankStep) -> Tensor:
+    """A tensor of the size that the collective gives for `flat`, of the same dtype."""
+    return torch.empty(received(flat.numel(), step), dtype=flat.dtype, device=flat.device)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -73,7 +74,8 @@ class _Reference:
     Attributes:
         values: of every result: a tensor, a scale spread over its parts, or `Scaled` data.
         spread: results that are such scales.
-        undone: products whose scaling is undone already, which the graph undoes only later.
+        undone: products whose scaling by parts is undone already, which the graph undoes only later.
+        left: of a product of scales that undoes it later, the scale among them that is one for all parts.
     """
 
     def __init__(self, space: Space, choices: Sequence[int]) -> None:
@@ -81,6 +83,7 @@ class _Reference:
         self.values: dict[Ref, Any] = {}
         self.spread: set[Ref] = set()
         self.undone: set[Ref] = set()
+        self.left: dict[Ref, Tensor] = {}
         self.last: dict[Ref, int] = {ref: uses[-1] for ref, uses in space.graph.readers().items()}
 
     def everything(
@@ -153,7 +156,8 @@ class _Reference:
         """Scale arithmetic, the scaling of data, moves of scaled data, and the undoing that a GEMM did already."""
         undone = [ref for ref in reads if ref in self.undone]
         if undone:
-            self.values[Ref(i)] = self.values[undone[0]].to(node.outputs[0].dtype)
+            rest = [self.left[ref] for ref in reads if ref in self.left]
+            self.values[Ref(i)] = prod(rest, start=self.values[undone[0]]).to(node.outputs[0].dtype)
             return
         carried = [ref for ref in reads if isinstance(self.values[ref], Scaled)]
         if carried:
@@ -162,6 +166,8 @@ class _Reference:
         if len(reads) == 1 or all(ref in self.spread for ref in reads) or self._is_scale(i):
             self.values[Ref(i)] = self._scale(node, reads)
             self.spread.add(Ref(i))
+            if len(reads) > 1 and any(ref in self.spread for ref in reads):
+                self.left.update({Ref(i): self.values[ref] for ref in reads if ref not in self.spread})
             return
         (scale,) = [ref for ref in reads if ref in self.spread]
         self.values[Ref(i)] = Scaled(self._call(node, "data"), self.values[scale])
@@ -196,7 +202,7 @@ class _Reference:
         return self._call(node, "scale")
 
     def _gemm(self, i: int, node: Node, option: Option) -> None:
-        """Data over scale, multiplied in float32."""
+        """Data over scale, multiplied in float64."""
         named = _named(node)
         signature = self.space.signatures[i]
         assert signature is not None
@@ -206,14 +212,14 @@ class _Reference:
         for data, scale in signature.scaled:
             held = self.values[reads[data]]
             if isinstance(held, Scaled):
-                wide.append(held.data.to(torch.float32) / held.scale.to(torch.float32))
+                wide.append(held.data.to(torch.float64) / held.scale.to(torch.float64))
             else:
                 factor = self.values[reads[scale]]
-                wide.append(held.to(torch.float32) * factor.to(torch.float32))
+                wide.append(held.to(torch.float64) * factor.to(torch.float64))
         product = torch.mm(*wide)
         bias = named.get("bias")
         if isinstance(bias, Ref):
-            product = product + self.values[bias].to(torch.float32)
+            product = product + self.values[bias].to(torch.float64)
         self.values[Ref(i)] = product.to(node.outputs[0].dtype)
         if is_unscaled:
             self.undone.add(Ref(i))

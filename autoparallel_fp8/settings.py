@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import torch
+from torch import nn
+
 from .cost_models import DeviceProfile, Optimizer, Topology
-from .errors import UsageError
+from .errors import PlanError, UsageError
 from .graph import dtype_name
 
 
@@ -34,8 +38,11 @@ class Settings:
         policy = self.mixed_precision
         names = ("param_dtype", "reduce_dtype", "output_dtype")
         dtypes = {name: getattr(policy, name) for name in names if policy is not None and getattr(policy, name, None)}
+        found: dict[str, Any] = {name: dtype_name(dtype) for name, dtype in dtypes.items()}
+        if found and not getattr(policy, "cast_forward_inputs", True):
+            found["cast_forward_inputs"] = False
         return {
-            "mixed_precision": {name: dtype_name(dtype) for name, dtype in dtypes.items()} or None,
+            "mixed_precision": found or None,
             "recompute": self.recompute,
             "scale_scope": self.scale_scope,
             "emulate": self.emulate,
@@ -43,7 +50,36 @@ class Settings:
             "optimizer_state_bytes": self.optimizer.state_bytes,
             "hidden_share": self.device.hidden_share,
             "topology": asdict(self.topology) if self.topology != Topology() else None,
+            "strict": self.strict,
         }
+
+
+def recall(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `AutoParallel` that `Settings.recorded` tells; what an older file lacks is left to its default.
+
+    Raises:
+        PlanError: something that no plan file says.
+    """
+    names = ("recompute", "scale_scope", "emulate", "loss", "strict")
+    found = {name: recorded[name] for name in names if name in recorded}
+    found["optimizer"] = recorded.get("optimizer_state_bytes")
+    policy, topology = recorded.get("mixed_precision"), recorded.get("topology")
+    try:
+        if topology is not None:
+            found["topology"] = Topology(**topology)
+        if policy is not None:
+            found["mixed_precision"] = _policy(policy)
+    except (TypeError, AttributeError) as error:
+        raise PlanError(f"settings of the plan do not read: {error}", do="plan again") from error
+    return found
+
+
+def _policy(recorded: Mapping[str, Any]) -> Any:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    return MixedPrecisionPolicy(
+        **{name: getattr(torch, value) if isinstance(value, str) else value for name, value in recorded.items()}
+    )
 
 
 def parse_bytes(value: float | str | None, default: int) -> int:
@@ -79,11 +115,29 @@ def parse_bytes(value: float | str | None, default: int) -> int:
     return int(count)
 
 
+def check_kinds(model: Any, topology: Any, mixed_precision: Any, progress: Any) -> None:
+    """Arguments of a planner that must be of one kind.
+
+    Raises:
+        UsageError: one is not; the message names it.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"the model is a {type(model).__name__}, not an nn.Module", at="model")
+    if topology is not None and not isinstance(topology, Topology):
+        raise UsageError(f"topology is a {type(topology).__name__}", at="topology", do="pass a Topology(...)")
+    if mixed_precision is not None and not hasattr(mixed_precision, "param_dtype"):
+        raise UsageError(
+            f"mixed_precision is {mixed_precision!r}",
+            at="mixed_precision",
+            do="pass torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=..., reduce_dtype=...)",
+        )
+    if progress is not None and not callable(progress):
+        raise UsageError(f"progress is a {type(progress).__name__}", at="progress", do="pass a function of a text")
+
+
 def check_choice(name: str, value: Any, known: tuple[Any, ...]) -> None:
     if value not in known:
         words = ", ".join(str(choice) for choice in known)
-        if name == "recompute" and value in ("selective", "full"):
-            raise UsageError(f"recompute={value!r} is not planned yet", at="recompute", do='use recompute="none"')
         raise UsageError(f"{name} is {value!r}", at=name, do=f"use one of {words}")
 
 

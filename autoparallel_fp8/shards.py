@@ -27,7 +27,7 @@ def shard(
     sizes: tuple[int, ...],
     own: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
-    """The local tensor of every rank.
+    """The local tensor of every rank; ranks with the same part share it.
 
     P(sum) is shared out in uneven parts of both signs, P(max) in parts of which a different rank has the largest
     element by element.
@@ -52,11 +52,14 @@ def shard(
     if partial:
         divide = _addends if layout[partial[0]].kind == "P" else _candidates
         terms = divide(tensor, prod(sizes[a] for a in partial))
+    known: dict[object, Tensor] = {}
     found = []
     for coordinate in coordinates(sizes):
-        whole = terms[index_along(partial, sizes, coordinate)]
-        local = _take(whole, parts(factors, layout, sizes, coordinate))
-        found.append(laid_out(local, local_stride(tuple(tensor.shape), stride, tuple(local.shape))))
+        term, where = index_along(partial, sizes, coordinate), parts(factors, layout, sizes, coordinate)
+        if (term, where) not in known:
+            local = _take(terms[term], where)
+            known[term, where] = laid_out(local, local_stride(tuple(tensor.shape), stride, tuple(local.shape)))
+        found.append(known[term, where])
     return found
 
 
@@ -75,7 +78,7 @@ def unshard(
     for coordinate, local in zip(coordinates(sizes), shards, strict=True):
         key = tuple(0 if a in partial else c for a, c in enumerate(coordinate))
         groups.setdefault(key, []).append(local)
-    whole = torch.empty(shape, dtype=shards[0].dtype)
+    whole = torch.empty(shape, dtype=shards[0].dtype, device=shards[0].device)
     written: dict[tuple[Part, ...], Tensor] = {}
     for coordinate, members in groups.items():
         where = parts(factors, layout, sizes, coordinate)
@@ -214,6 +217,8 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors have the same shape and dtype and equal elements; NaN equals NaN."""
+    if a is b:
+        return True
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     a, b = as_bytes(a), as_bytes(b)
@@ -223,7 +228,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def laid_out(values: Tensor, stride: tuple[int, ...]) -> Tensor:
     """The same values with these strides in memory; a stride of 0 repeats, so equal values are stored once."""
     stored = [1 if step == 0 else size for size, step in zip(values.shape, stride, strict=True)]
-    made = torch.empty_strided(stored, stride, dtype=values.dtype)
+    made = torch.empty_strided(stored, stride, dtype=values.dtype, device=values.device)
     once = values
     for d, (size, kept) in enumerate(zip(values.shape, stored, strict=True)):
         if kept < size:

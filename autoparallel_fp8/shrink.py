@@ -8,7 +8,7 @@ ops, shardings and collectives: a wrong rule or a wrong collective gives wrong n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import gcd, lcm, prod
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 
 from .expansion import Kind, Space, call_of
 from .graph import ABSENT, Graph, Node, Ref, TensorSpec
+from .indices import look_ups
 from .layout import Factors, Layout, local_factors, local_spec
 from .lower import LocalCall, localized
 from .reach import Classes, Position
@@ -29,7 +30,9 @@ WHOLE = 128
 """What is never split keeps its size up to this, or a multiple of it: blocks of scales are no larger."""
 
 
-def shrink(space: Space, shape: Structure, choices: Sequence[int], keep: int) -> Space:
+def shrink(
+    space: Space, shape: Structure, choices: Sequence[int], keep: int, between: Iterable[tuple[Ref, Layout]] = ()
+) -> Space:
     """The space on smaller tensors.
 
     Args:
@@ -37,9 +40,10 @@ def shrink(space: Space, shape: Structure, choices: Sequence[int], keep: int) ->
         shape: its variables.
         choices: the option of every variable; layouts of these stay legal.
         keep: a rank's part of a factor stays a multiple of this where it was one (of its divisors otherwise).
+        between: layouts that values pass through on the way from one of the choices to another; they stay legal too.
     """
     sizes = _Sizes(space)
-    for ref, layout in _layouts(space, shape, choices):
+    for ref, layout in (*_layouts(space, shape, choices), *between):
         sizes.split(ref, layout)
     return _rebuilt(space, sizes.factors(keep))
 
@@ -50,8 +54,9 @@ def _layouts(space: Space, shape: Structure, choices: Sequence[int]) -> Iterator
         yield link.ref, shape.sources[link.source][link.source_slot][choices[link.source]]
         yield link.ref, shape.targets[link.target][link.target_slot][choices[link.target]]
     for i, node in enumerate(space.graph.nodes):
-        for k, _ in enumerate(node.outputs):
-            yield Ref(i, k), shape.sources[i][k][choices[i]]
+        for k, spec in enumerate(node.outputs):
+            if spec is not ABSENT:
+                yield Ref(i, k), shape.sources[i][k][choices[i]]
 
 
 class _Sizes:
@@ -81,6 +86,9 @@ class _Sizes:
             else:
                 dims = (*signature.operands, *signature.results)
                 self._join(signature, list(zip(values, dims, strict=True)), fixed, whole)
+        for one in look_ups(space.graph):
+            fixed += [p for p in self._positions(one.table) if one.inputs is None and p[1] == one.dim]
+        fixed += self._join_ends()
         self.fixed = {self.find(p) for p in fixed}
         self.whole = {self.find(p) for p in whole}
 
@@ -92,15 +100,35 @@ class _Sizes:
     def _join(
         self, signature: Signature, tensors: list[tuple[Ref, Dims]], fixed: list[Position], whole: list[Position]
     ) -> None:
-        """Ties the positions of each atom; notes those that the op does not name, and those that it wants whole."""
+        """Ties the positions of each atom; notes those that the op does not name, and those that it wants whole.
+
+        Where an atom crosses the factors of a dim, all that it stands for keeps its size.
+        """
         first: dict[str, Position] = {}
+        crossing: set[str] = set()
         for ref, dims in tensors:
             for d, dim in enumerate(self.space.factors[ref]):
-                atoms = dims[d] if len(dims[d]) == len(dim) else ()
-                fixed += [] if atoms else [(ref, d, f) for f in range(len(dim))]
-                for f, atom in enumerate(atoms):
+                is_named = tuple(signature.sizes[atom] for atom in dims[d]) == dim
+                fixed += [] if is_named else [(ref, d, f) for f in range(len(dim))]
+                crossing.update(() if is_named else dims[d])
+                for f, atom in enumerate(dims[d] if is_named else ()):
                     self._classes.join(first.setdefault(atom, (ref, d, f)), (ref, d, f))
                     whole += [(ref, d, f)] if atom in signature.whole else []
+        fixed += [first[atom] for atom in crossing & first.keys()]
+
+    def _join_ends(self) -> Iterator[Position]:
+        """Ties gradients and new buffer values to what they are of; the positions where their factors differ."""
+        graph = self.space.graph
+        stored = {node.target: Ref(i) for i, node in enumerate(graph.nodes) if node.kind in ("parameter", "buffer")}
+        for output in graph.outputs:
+            if output.kind == "output":
+                continue
+            ends = output.ref, stored[output.target]
+            if self.space.factors[ends[0]] == self.space.factors[ends[1]]:
+                for one, other in zip(*map(self._positions, ends), strict=True):
+                    self._classes.join(one, other)
+            else:
+                yield from (p for end in ends for p in self._positions(end))
 
     def split(self, ref: Ref, layout: Layout) -> None:
         """Takes note of how a layout splits a value."""

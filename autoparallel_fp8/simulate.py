@@ -6,7 +6,7 @@ against.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from autoparallel_fp8.capture.rewrite import same_layout
 from autoparallel_fp8.errors import UsageError
 from autoparallel_fp8.graph import ABSENT, Graph, Node, TensorSpec, map_refs
+from autoparallel_fp8.lower import placement
 from autoparallel_fp8.ops import attention as _registers_the_op  # noqa: F401
 
 
@@ -26,6 +27,8 @@ def run_graph(
     *,
     seed: int = 0,
     check: bool = False,
+    device: torch.device | str = "cpu",
+    replacement: Callable[[Any], Any] | None = None,
 ) -> dict[str, dict[str, Tensor]]:
     """Results, gradients and new buffer values: {"output": {name: ...}, "gradient": {...}, "buffer": {...}}.
 
@@ -36,6 +39,8 @@ def run_graph(
         tangents: one for each tangent node, in order; ones by default.
         seed: of the step's dropout, where the graph has some.
         check: hold shape, stride and dtype of every value against the graph.
+        device: that it runs on.
+        replacement: op -> what runs in its place; nothing by default.
 
     Raises:
         UsageError: a parameter, buffer, input or tangent is missing.
@@ -45,10 +50,12 @@ def run_graph(
     with torch.no_grad():
         for i, node in enumerate(graph.nodes):
             if node.kind != "op":
-                values.append((given[i],))
+                values.append((given[i].to(device),))
             else:
                 args, kwargs = (map_refs(x, lambda ref: values[ref.node][ref.output]) for x in (node.args, node.kwargs))
-                result = node.op(*args, **dict(kwargs))
+                function = node.op if replacement is None else replacement(node.op)
+                placed = placement(node.op, device, has_tensors=next(node.reads(), None) is not None)
+                result = function(*args, **dict(kwargs), **placed)
                 values.append(tuple(result) if isinstance(result, (tuple, list)) else (result,))
                 if check:
                     _check_specs(node, values[-1])

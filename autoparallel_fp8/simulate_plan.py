@@ -1,33 +1,39 @@
 """A plan run on all ranks of its mesh in this process, collectives in memory: what a plan's numerics are held against.
 
-Parameters, inputs and tangents are cut up as the plan says; then every rank runs the plan's program, instruction by
-instruction, side by side, and results, gradients and new buffer values are put together again.
+Parameters, inputs and tangents are cut up as the plan says; then every rank runs the plan's schedule, item by item,
+side by side: forward, then, from what forward saved, backward. Results, gradients and new buffer values are put
+together again. What ranks send and make of what they receive is what they do in a process each (`rank_steps.py`).
+
+Ranks that would call the same on the very same tensors share what comes of it: replicas cost nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .capture.rewrite import same_layout
 from .expansion import Space
-from .graph import Ref
-from .lower import LocalCall, local_call
+from .graph import Ref, TensorSpec
+from .in_memory import exchange, groups
+from .items import Begin, End
+from .lower import LocalCall
 from .ops.stand_ins import stand_in
 from .parts import coordinates
-from .products import local_specs
-from .program import Key, Program, RunOp, RunStep, program
+from .program import Key, RunOp, RunStep
+from .rank import Calls, as_promised
+from .rank_steps import RankStep, receive, send, sliced
 from .redistribute import Routes
-from .shards import laid_out, run_step, shard, spec_of, unshard
+from .schedule import Part, Schedule, planned_schedule
+from .shards import laid_out, shard, unshard
 from .simulate import given_values
 from .structure import Structure
 
 Shards = list[Tensor]
+_OnStep = Callable[[Tensor, RankStep], Tensor]
 
 
 def run_plan(
@@ -56,113 +62,146 @@ def run_plan(
         UsageError: a parameter, buffer or input is missing.
         AssertionError: ranks that should hold the same differ, or a rank holds what its layout does not say.
     """
-    written = program(space, shape, choices, routes_of)
-    return run_program(space, choices, written, parameters, inputs, tangents, seed=seed)
+    written = planned_schedule(space, shape, choices, routes_of)
+    return run_schedule(space, choices, written, parameters, inputs, tangents, seed=seed)
 
 
-def run_program(
+def run_schedule(
     space: Space,
     choices: Sequence[int],
-    written: Program,
+    written: Schedule,
     parameters: Mapping[str, Tensor],
     inputs: Sequence[Tensor],
     tangents: Sequence[Tensor] | None = None,
     *,
     seed: int = 0,
+    device: torch.device | str = "cpu",
+    replacement: Callable[[Any], Any] = stand_in,
 ) -> dict[str, dict[str, Tensor]]:
-    """The same for a program that is there already."""
-    run = _Run(space, choices, written)
+    """The same for a schedule that is there already; on a device, with what runs there in place of an op."""
+    run = Simulation(space, choices, written, replacement, device)
+    graph = space.graph
     with torch.no_grad():
-        run.fill(parameters, inputs, tangents, seed)
-        run.everything()
-        return run.results()
-
-
-class _Run:
-    """Values of the program on every rank, each for as long as something reads it."""
-
-    def __init__(self, space: Space, choices: Sequence[int], written: Program) -> None:
-        self.space, self.choices, self.program = space, choices, written
-        self.sizes = space.mesh.sizes
-        self.places = coordinates(self.sizes)
-        self.held: dict[Key, Shards] = {}
-        self._calls: dict[tuple[int, int], list[LocalCall]] = {}
-
-    def fill(
-        self, parameters: Mapping[str, Tensor], inputs: Sequence[Tensor], tangents: Sequence[Tensor] | None, seed: int
-    ) -> None:
-        given = given_values(self.space.graph, parameters, inputs, tangents, seed)
-        for i, key in self.program.given:
-            whole = laid_out(given[i], self.space.graph.nodes[i].outputs[0].stride)
-            self.held[key] = shard(whole, self.space.factors[Ref(i)], self.program.layouts[key], self.sizes)
-
-    def everything(self) -> None:
-        for instruction, unused in zip(self.program.instructions, self.program.last_uses(), strict=True):
-            if isinstance(instruction, RunOp):
-                self._run_op(instruction)
-            else:
-                self._run_step(instruction)
-            for key in unused:
-                del self.held[key]
-
-    def results(self) -> dict[str, dict[str, Tensor]]:
+        given = given_values(graph, parameters, inputs, tangents, seed)
+        held = run.sharded({i: value.to(device) for i, value in given.items()})
+        ends = written.program.ends
+        made = run.run(written.parts["forward"], dict(held))
+        held.update((key, made[key]) for key in written.saved)
+        made.update(run.run(written.parts["backward"], held))
         found: dict[str, dict[str, Tensor]] = {"output": {}, "gradient": {}, "buffer": {}}
-        for output in self.space.graph.outputs:
-            key = self.program.ends[output.kind, output.target]
-            shape, factors = self.space.graph.spec(output.ref).shape, self.space.factors[output.ref]
-            layout = self.program.layouts[key]
-            found[output.kind][output.target] = unshard(self.held[key], factors, layout, self.sizes, shape)
+        for output in graph.outputs:
+            key = ends[output.kind, output.target]
+            found[output.kind][output.target] = run.whole(output.ref, key, made[key])
         return found
 
-    def _run_step(self, move: RunStep) -> None:
-        spec, factors = self.space.graph.spec(move.ref), self.space.factors[move.ref]
-        self.held[move.target] = run_step(self.held[move.source], move.step, spec, factors, self.sizes)
 
-    def _run_op(self, op: RunOp) -> None:
-        node, kind = self.space.graph.nodes[op.node], self.space.kind(op.node)
-        made: list[Any] = []
-        for rank, call in enumerate(self._local_calls(op.node)):
-            made.append(call.run([self.held[key][rank] for key in op.reads]))
-        results = kind.options[self.choices[op.node]].results
-        wanted = local_specs(kind.call.out, kind.result_factors, results, self.sizes)
-        for slot, key in enumerate(op.makes):
-            if key is None:
-                continue
-            for values in made:
-                shown = spec_of(values[slot])
-                assert (shown.shape, shown.dtype) == (wanted[slot].shape, wanted[slot].dtype), (
-                    f"{node.name} gives {shown}, its layout {wanted[slot]}"
-                )
-            self.held[key] = [_in_order(values[slot], wanted[slot].stride) for values in made]
-
-    def _local_calls(self, i: int) -> list[LocalCall]:
-        """What every rank calls; equal for repeated nodes with equal choices."""
-        key = self.space.kind_of[i], self.choices[i]
-        if key not in self._calls:
-            kind = self.space.kind(i)
-            option = kind.options[self.choices[i]]
-            calls = [local_call(kind, option, self.sizes, coordinate) for coordinate in self.places]
-            self._calls[key] = [with_stand_ins(call) for call in calls]
-        return self._calls[key]
-
-
-def with_stand_ins(call: LocalCall, replacement: Callable[[Any], Any] = stand_in) -> LocalCall:
-    """The call with what runs on the CPU in place of its op, which a local program is told of.
+class Simulation:
+    """Every rank of a mesh in this process.
 
     Args:
-        call: of an op, or of a local program.
-        replacement: op -> what runs.
+        space, choices: options, and the one of every variable.
+        written: the schedule.
+        replacement: op -> what runs in its place.
+        device: where it runs.
     """
-    function = call.function
-    if isinstance(function, partial):
-        place = function.args[0]
-        function = partial(function.func, replace(place, op=replacement(place.op)))
-        return LocalCall(function, call.args, call.kwargs)
-    return LocalCall(replacement(function), call.args, call.kwargs)
 
+    def __init__(
+        self,
+        space: Space,
+        choices: Sequence[int],
+        written: Schedule,
+        replacement: Callable[[Any], Any] = stand_in,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.space, self.written, self.sizes = space, written, space.mesh.sizes
+        self.ranks = [Calls(space, choices, place, replacement, device=device) for place in coordinates(self.sizes)]
+        self._ops: dict[tuple[int, int], tuple[list[LocalCall], tuple[TensorSpec, ...]]] = {}
 
-def _in_order(local: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """The tensor in the memory order that its layout says."""
-    found = spec_of(local)
-    is_so = same_layout(found, type(found)(found.shape, stride, found.dtype))
-    return local if is_so else laid_out(local, stride)
+    def sharded(self, given: Mapping[int, Tensor]) -> dict[Key, Shards]:
+        """Every rank's part of whole values: node -> value."""
+        found = {}
+        for i, key in self.written.program.given:
+            whole = laid_out(given[i], self.space.graph.nodes[i].outputs[0].stride)
+            found[key] = shard(whole, self.space.factors[Ref(i)], self.written.program.layouts[key], self.sizes)
+        return found
+
+    def whole(self, ref: Ref, key: Key, parts: Shards) -> Tensor:
+        """The parts put together; raises AssertionError where replicas differ."""
+        shape, factors = self.space.graph.spec(ref).shape, self.space.factors[ref]
+        return unshard(parts, factors, self.written.program.layouts[key], self.sizes, shape)
+
+    def run(self, part: Part, held: dict[Key, Shards]) -> dict[Key, Shards]:
+        """What a part of the schedule is to give, on every rank after all ran it; `held` is emptied on the way."""
+        arrived: dict[int, list[Shards]] = {}
+        for item, unused in zip(part.items, part.unused, strict=True):
+            if isinstance(item, RunOp):
+                self._op(item, held)
+            elif isinstance(item, Begin):
+                arrived[item.number] = [self.collective(move, held[move.source]) for move in item.moves]
+            elif isinstance(item, End):
+                held.update(zip((move.target for move in item.moves), arrived.pop(item.number), strict=True))
+            else:
+                held[item.target] = self._each(self._steps(item), held[item.source], sliced)
+            for key in unused:
+                held.pop(key, None)
+        return {key: held[key] for key in part.ends}
+
+    def collective(self, move: RunStep, shards: Shards) -> Shards:
+        """What every rank holds after a step, each having sent and received."""
+        steps = self._steps(move)
+        sent = self._each(steps, shards, send)
+        got: Shards = [sent[0]] * len(sent)
+        known: dict[tuple[int, ...], list[Tensor]] = {}
+        for members in groups(move.step.axes, self.sizes):
+            given = [sent[rank] for rank in members]
+            key = tuple(map(id, given))
+            if key not in known:
+                known[key] = exchange(move.step.kind, move.step.reduction, given)
+            for rank, flat in zip(members, known[key], strict=True):
+                got[rank] = flat
+        return self._each(steps, got, receive)
+
+    def _steps(self, move: RunStep) -> list[RankStep]:
+        if move.step.kind == "slice":
+            return [calls.step(move) for calls in self.ranks]
+        return [self.ranks[0].step(move)] * len(self.ranks)  # nothing but a slice depends on the rank
+
+    def _each(self, steps: Sequence[RankStep], shards: Shards, function: _OnStep) -> Shards:
+        made: dict[tuple[int, int], Tensor] = {}
+        found = []
+        for x, step in zip(shards, steps, strict=True):
+            key = id(x), step.index
+            if key not in made:
+                made[key] = function(x, step)
+            found.append(made[key])
+        return found
+
+    def _op(self, item: RunOp, held: dict[Key, Shards]) -> None:
+        calls, promised = self._calls(item.node)
+        name = self.space.graph.nodes[item.node].name
+        reads = [held[key] for key in item.reads]
+        known: dict[tuple[int, ...], tuple[Any, ...]] = {}
+        found: list[tuple[Any, ...]] = []
+        for rank, call in enumerate(calls):
+            tensors = [shards[rank] for shards in reads]
+            key = (id(call), *map(id, tensors))
+            if key not in known:
+                known[key] = tuple(as_promised(item.makes, call.run(tensors), promised, name))
+            found.append(known[key])
+        for slot, made in enumerate(item.makes):
+            if made is not None:
+                held[made] = [values[slot] for values in found]
+
+    def _calls(self, node: int) -> tuple[list[LocalCall], tuple[TensorSpec, ...]]:
+        """What every rank calls; ranks that call alike share the call."""
+        key = self.space.kind_of[node], self.ranks[0].choices[node]
+        if key not in self._ops:
+            first, promised = self.ranks[0].op(node)
+            if isinstance(first.function, partial):
+                known: dict[Any, LocalCall] = {}
+                calls = [rank.op(node)[0] for rank in self.ranks]
+                found = [known.setdefault(call.function.args[0], call) for call in calls]
+            else:
+                found = [first] * len(self.ranks)
+            self._ops[key] = found, promised
+        return self._ops[key]

@@ -83,6 +83,11 @@ def is_view(node: Node) -> bool:
     return node.kind == "op" and node.op in _VIEWS
 
 
+def is_light(node: Node) -> bool:
+    """Whether backward may make the node's result again: element-wise or a view, no GEMM, attention or reduction."""
+    return node.kind == "op" and node.op not in _OWN_KERNEL and node.op not in _REDUCTIONS
+
+
 def fuse(graph: Graph) -> Fusion:
     """Levels, then what is kept for backward, then what is written, then who reads it."""
     levels = _levels(graph)
@@ -149,9 +154,7 @@ def _levels(graph: Graph) -> list[int]:
 
 def _is_cheap(node: Node) -> bool:
     """Made again where needed: element-wise from one tensor, or from none."""
-    if node.kind != "op" or node.op in _OWN_KERNEL or node.op in _REDUCTIONS:
-        return False
-    return len(set(node.reads())) <= 1
+    return is_light(node) and len(set(node.reads())) <= 1
 
 
 def _kept(graph: Graph) -> dict[Ref, None]:

@@ -21,8 +21,8 @@ from autoparallel_fp8.layout import Factors, Layout, P, R
 from autoparallel_fp8.lower import local_call
 from autoparallel_fp8.parts import coordinates, index_along, parts
 from autoparallel_fp8.products import Option, format_option, local_specs, products
+from autoparallel_fp8.rank import with_stand_ins
 from autoparallel_fp8.shards import same_bits, shard, unshard
-from autoparallel_fp8.simulate_plan import with_stand_ins
 
 aten = torch.ops.aten
 

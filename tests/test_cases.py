@@ -11,11 +11,14 @@ import torch
 from torch import nn
 
 from autoparallel_fp8 import AutoParallel, CaptureError, InfeasibleError, Plan, UsageError, reach, simulate_plan
+from autoparallel_fp8.apply import schedule_of
 from autoparallel_fp8.capture import capture
 from autoparallel_fp8.graph import Graph
+from autoparallel_fp8.in_memory import exchange
 from autoparallel_fp8.models.presets import build
-from autoparallel_fp8.redistribute import Step
-from autoparallel_fp8.shards import as_bytes, run_step
+from autoparallel_fp8.ops.stand_ins import stand_in
+from autoparallel_fp8.rank import Calls
+from autoparallel_fp8.reread import reread
 from autoparallel_fp8.simulate_plan import run_plan
 
 BF16 = torch.bfloat16
@@ -38,6 +41,16 @@ def share(plan: Plan, name: str) -> float:
     return math.prod(parameter.local_shape) / math.prod(parameter.shape)
 
 
+def runs(plan: Plan) -> bool:
+    """Whether the lowered program sends what the plan says, and gives the unsharded model's numbers on all ranks."""
+    live = plan.live
+    assert live is not None
+    sizes = live.space.mesh.sizes
+    calls = Calls(live.space, live.choices, (0,) * len(sizes), stand_in, device="meta")
+    reread(schedule_of(live), calls, plan.collectives, names=live.space.mesh.names)
+    return plan.verify().is_ok
+
+
 class TestSmallBatchOnThreeAxes:
     """A batch of 2 on mesh (2, 2, 2): meta-pytorch/autoparallel#22, #320, #73."""
 
@@ -47,6 +60,7 @@ class TestSmallBatchOnThreeAxes:
         assert {share(plan, name) for name in plan.parameters} == {1 / 8}
         (tokens,) = [node for node in plan.nodes if node.op == "input"]
         assert tokens.output[0].split(", ").count("S(0)") <= 1
+        assert runs(plan)
 
     def test_an_input_that_does_not_split_is_refused_with_dim_and_axis(self) -> None:
         asked = planner(mlp(64, 256, 64), "a=2,b=2,c=2", 2, 64, 64).add_input_constraints(["S(0), S(0), R"])
@@ -57,6 +71,7 @@ class TestSmallBatchOnThreeAxes:
         plan = planner(mlp(64, 256, 64), "a=1", 2, 64, 64).optimize()
         assert plan.collectives == ()
         assert all(p.placements == ("R",) for p in plan.parameters.values())
+        assert runs(plan)
 
 
 def test_an_indivisible_bias_gets_its_own_best() -> None:
@@ -64,6 +79,7 @@ def test_an_indivisible_bias_gets_its_own_best() -> None:
     plan = planner(mlp(64, 10, 64, bias=True), "a=4,b=2", 32, 64).add_parameter_memory_constraint(high=1 / 8).optimize()
     shares = {name: share(plan, name) for name in plan.parameters}
     assert shares == {"0.weight": 1 / 8, "0.bias": 1 / 2, "2.weight": 1 / 8, "2.bias": 1 / 8}
+    assert runs(plan)
 
 
 class TestPinAgainstBudget:
@@ -76,6 +92,7 @@ class TestPinAgainstBudget:
         assert plans[0].to_json() == plans[1].to_json()
         assert plans[0].parameters["0.weight"].placements == ("R",)
         assert share(plans[0], "2.weight") == 1 / 8
+        assert runs(plans[0])
 
     def test_a_pin_taken_back_leaves_no_trace(self) -> None:
         asked = planner(mlp(64, 256, 64), "a=8", 32, 64).add_parameter_memory_constraint()
@@ -133,6 +150,7 @@ class TestStrides:
         graph = asked.graph()
         (result,) = [o for o in graph.outputs if o.kind == "output"]
         assert graph.spec(result.ref).stride == (128, 8, 1)
+        assert runs(plan)
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +170,7 @@ class TestFloat8:
         assert "mat2 local [256, 564]: 564 is not a multiple of 16" in {sentence for _, sentence in refused}
         assert debug_plan.status == "optimal"
         assert debug_plan.replicated_ops == ()
+        assert runs(debug_plan)
 
     def test_other_splits_of_the_output_layer_stay(self, debug_plan: Plan) -> None:
         found = {a.placements: a.regret_us[1] for a in debug_plan.explain("lm_head.weight").alternatives}
@@ -171,6 +190,7 @@ class TestFloat8:
 
         model = convert_to_float8_training(mlp(*sizes).to(BF16))
         plan = planner(model, f"tp={tp}", 64, sizes[0], dtype=BF16).optimize()
+        assert runs(plan)
         sentences = {sentence for _, sentence in plan.explain("0.weight").refused}
         if sentence is None:
             assert not any("[256, 144]" in s for s in sentences)
@@ -209,6 +229,7 @@ class TestFloat8Gather:
         assert [(c.dtype, c.bytes) for c in gather] == [("float8_e4m3fn", 4096 * 4096)]
         assert [(c.source, c.bytes) for c in amax] == [("P(max)", 2)]
         assert "gathered in float8_e4m3fn over dp" in str(plan)
+        assert runs(plan)
 
     def test_the_gather_that_runs_moves_one_byte_an_element(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """So small a weight is planned to be gathered in bf16, whose one collective is cheaper than two: here asked."""
@@ -218,12 +239,11 @@ class TestFloat8Gather:
         choices = asked._solve(prepared, asked.constraints).solution.choices
         moved: list[tuple[str, torch.dtype, int]] = []
 
-        def spied(shards: list[torch.Tensor], step: Step, *rest: Any) -> list[torch.Tensor]:
-            made = run_step(shards, step, *rest)
-            moved.append((step.kind, as_bytes(shards[0]).dtype, sum(s.numel() for s in shards) * shards[0].itemsize))
-            return made
+        def spied(kind: str, reduction: str, given: list[torch.Tensor]) -> list[torch.Tensor]:
+            moved.append((kind, given[0].dtype, sum(x.nbytes for x in given)))
+            return exchange(kind, reduction, given)
 
-        monkeypatch.setattr(simulate_plan, "run_step", spied)
+        monkeypatch.setattr(simulate_plan, "exchange", spied)
         weight, x = torch.randn(256, 256).to(BF16), torch.randn(16384, 256).to(BF16)
         run_plan(prepared.space, prepared.shape, choices, prepared.pricing.routes, {"0.weight": weight}, [x])
         assert moved.count(("all_gather", torch.uint8, 256 * 256)) == 1
@@ -313,7 +333,7 @@ class TestKeywords:
     def test_none_takes_no_placement(self) -> None:
         plan = self.planner(mask=None, pos=self.IDS).add_input_constraints(["S(0)", None]).optimize()
         assert [node.name for node in plan.nodes if node.op == "input"] == ["tokens", "pos"]
-        assert plan.verify().is_ok
+        assert runs(plan)
 
     def test_keywords_in_another_order_give_the_same_plan(self) -> None:
         plans = [
@@ -355,4 +375,11 @@ def test_repeated_blocks_that_share_a_norm(copies: int) -> None:
     model = nn.Sequential(*(SharedNorm() for _ in range(copies)))
     x = torch.empty(16, 32, 64, device="meta")
     assert capture(model, (x,)) == capture(model, (x,), share_blocks=False)
-    assert planner(model, "dp=2,tp=4", 16, 32, 64).optimize().status == "optimal"
+    plan = planner(model, "dp=2,tp=4", 16, 32, 64).optimize()
+    assert plan.status == "optimal" and runs(plan)
+
+
+def test_an_axis_of_one_device_takes_any_split() -> None:
+    """A script that splits the batch over dp runs on one device too; the plan says R."""
+    plan = planner(mlp(64, 64), "dp=1", 32, 64).add_input_constraints(["S(0)"]).pin("0.weight", "S(1)").optimize()
+    assert plan.parameters["0.weight"].placements == ("R",)

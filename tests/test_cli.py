@@ -31,6 +31,7 @@ def test_plan_prints_a_table_and_writes_json(capsys: pytest.CaptureFixture[str],
     code, out, err = run(capsys, "plan", *SMALL, "--json", str(tmp_path / "plan.json"))
     assert (code, err) == (0, "")
     assert "proven optimal" in out and "0.weight" in out and "memory a device" in out
+    assert re.search(r"^inputs lie as \(dp\): input ", out, re.MULTILINE)
     data = json.loads((tmp_path / "plan.json").read_text())
     assert data["status"] == "optimal" and data["mesh"] == {"dp": 4} and data["device"] == "h100"
     for key in (
@@ -184,7 +185,7 @@ WRONG = {
     "layers": (["plan", "gpt2", "--layers", "0"], 2, "--layers is 0"),
     "too long": (["plan", "gpt2", "--layers", "1", "--seq", "9999", "--device", "H100"], 2, "at most 1024"),
     "time limit": (["plan", *SMALL, "--time-limit", "-1"], 2, "time_limit is -1"),
-    "recompute": (["plan", *SMALL, "--recompute", "full"], 2, "recompute='full' is not planned yet"),
+    "recompute": (["plan", *SMALL, "--recompute", "some"], 2, "use one of none, selective, full"),
     "unknown parameter": (["explain", *SMALL, "--parameter", "weight"], 2, "did you mean 0.weight"),
     "no such parameter": (["explain", *SMALL, "--parameter", "qqq"], 2, "names are 0.weight, 2.weight"),
     "factory raises": (["plan", "factories:raises"], 2, "the factory raises OSError: no weights here"),

@@ -14,9 +14,9 @@ from torch import nn
 
 from autoparallel_fp8 import AutoParallel, InfeasibleError
 from autoparallel_fp8.models.presets import build
-from autoparallel_fp8.overlap import Overlap, solve_step
+from autoparallel_fp8.overlap import Overlap, bound_step, solve_step
 from autoparallel_fp8.problem import Problem
-from autoparallel_fp8.solver import solve
+from autoparallel_fp8.solver import bound, solve
 
 
 def other_costs(problem: Problem, seed: int) -> Problem:
@@ -43,6 +43,22 @@ def test_the_least_larger_sum_is_found_and_proven(problem: Problem, seed: int) -
     assert solution.status == "optimal"
     assert solution.objective == overlap.step_us(solution.choices) == pytest.approx(least)
     assert solution.lower_bound <= least + 1e-6 * max(1.0, least)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problem=problems(), seed=st.integers(0, 2**16))
+def test_the_bound_of_the_larger_sum_never_exceeds_the_least(problem: Problem, seed: int) -> None:
+    overlap = Overlap(problem, other_costs(problem, seed))
+    every = itertools.product(*(range(len(cost)) for cost in problem.costs))
+    least = min((overlap.step_us(choices) for choices in every), default=math.inf)
+    assert bound_step(overlap, bound) <= least + 1e-9 * (max(1.0, least) if least < math.inf else 1.0)
+
+
+def test_the_bound_of_the_larger_sum_looks_at_more_than_one_weight() -> None:
+    """Each sum alone may be small where both together are not."""
+    costs, waiting = (np.array([1.0, 9.0]),), (np.array([9.0, 1.0]),)
+    overlap = Overlap(Problem(("a",), costs, (), ()), Problem(("a",), waiting, (), ()))
+    assert bound_step(overlap, bound) == pytest.approx(5.0)
 
 
 def test_no_time_left_is_honest() -> None:

@@ -63,3 +63,21 @@ def test_frozen_operands_give_an_unscaled_part_that_their_scales_complete() -> N
 def test_scales_of_another_tensor_complete_nothing() -> None:
     """The product of scales holds one that is not of the data: each rank would undo what it never did."""
     assert not any("Q" in placed for placed in placements("aten.mul.Tensor", kinds(wrong=True)))
+
+
+class LastPosition(nn.Module):
+    """Classifies by the last position, so that backward begins with zeros around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(64, 64), nn.Linear(64, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x)[:, -1])
+
+
+def test_a_split_begins_where_an_op_keeps_the_dim_whole() -> None:
+    """The gradient's sequence dim comes of padding, which splits it nowhere: no scale of a part is traced past it."""
+    model, inputs = LastPosition().to(torch.bfloat16), (torch.empty(4, 16, 64, dtype=torch.bfloat16, device="meta"),)
+    space = AutoParallel(model, "dp=2", inputs=inputs, recipe="rowwise", device="H100").space()
+    assert any(p.kind == "F" for kind in space.kinds for o in kind.options for layout in o.operands for p in layout)

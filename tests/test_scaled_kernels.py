@@ -19,7 +19,7 @@ from split_ops import OnRanks, Sample, kind_of
 
 from autoparallel_fp8.lower import local_call
 from autoparallel_fp8.products import format_option, local_specs
-from autoparallel_fp8.simulate_plan import with_stand_ins
+from autoparallel_fp8.rank import with_stand_ins
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 TOLERANCE = 2.0**-6

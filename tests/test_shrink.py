@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from autoparallel_fp8 import AutoParallel
 from autoparallel_fp8.expansion import Space
-from autoparallel_fp8.graph import Ref
+from autoparallel_fp8.graph import ABSENT, Ref
+from autoparallel_fp8.items import last_uses
 from autoparallel_fp8.layout import local_factors
 from autoparallel_fp8.models.presets import build
 from autoparallel_fp8.program import makes_of, program, reads_of
@@ -97,9 +100,61 @@ def test_a_program_reads_nothing_before_it_is_made_and_keeps_nothing_for_good() 
     planned = Planned(None, "dp=2,tp=2")
     written = program(planned.small, planned.prepared.shape, planned.choices, planned.routes)
     there = {key for _, key in written.given}
-    for instruction, unused in zip(written.instructions, written.last_uses(), strict=True):
+    unused_after = last_uses(written.instructions, written.ends.values())
+    for instruction, unused in zip(written.instructions, unused_after, strict=True):
         assert there.issuperset(reads_of(instruction))
         there |= set(makes_of(instruction))
         there -= set(unused)
     assert there <= set(written.ends.values()) | {key for _, key in written.given}
     assert there >= set(written.ends.values())
+
+
+def shrunk(model: nn.Module, inputs: tuple[Tensor, ...], mesh: str, pins: dict[str, str], **more: Any) -> Space:
+    """The best plan of a model with these pins, on smaller tensors."""
+    planner = AutoParallel(model, mesh, inputs=inputs, device="H100", **more)
+    for name, placement in pins.items():
+        planner.pin(name, placement)
+    prepared = planner._prepare()
+    choices = planner._solve(prepared, planner.constraints).solution.choices
+    return shrink(prepared.space, prepared.shape, choices, keep=2)
+
+
+class Positions(nn.Module):
+    """Adds an embedding of positions that forward counts, then a norm whose input needs no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Embedding(32, 64)
+        self.position.weight.requires_grad_(False)
+        self.norm = nn.LayerNorm(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.position(torch.arange(x.shape[1], device=x.device)))
+
+
+def test_positions_that_ops_count_stay_in_the_table_and_absent_results_have_no_size() -> None:
+    """The table keeps its rows however long the sequence stays; a gradient that nobody needs is left out of it all."""
+    inputs = (torch.empty(4, 32, 64, device="meta"),)
+    small = shrunk(Positions(), inputs, "dp=2", {"position.weight": "S(1)"})
+    assert ABSENT in [spec for node in small.graph.nodes for spec in node.outputs]
+    (table,) = (n for n in small.graph.nodes if n.target == "position.weight")
+    assert table.outputs[0].shape[0] == 32
+    run_graph(small.graph, *made_up_values(small.graph, 0), check=True)
+
+
+class Sequence(nn.Module):
+    """Works on [seq, batch, hidden]: blocks of 32 tokens are no whole sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 96, bias=False, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.transpose(0, 1))
+
+
+def test_blocks_across_factors_keep_their_size() -> None:
+    """Tokens are sequence x batch, 16 x 6, and blocks of scales 3 x 32 of them: neither shrinks where both are."""
+    inputs = (torch.empty(6, 16, 64, dtype=torch.bfloat16, device="meta"),)
+    small = shrunk(Sequence(), inputs, "dp=2", {}, recipe="mxfp8", emulate=True)
+    run_graph(small.graph, *made_up_values(small.graph, 0), check=True)

@@ -6,22 +6,21 @@ Plans are chosen under random costs, so that options no device would take run to
 from __future__ import annotations
 
 from collections import Counter
-from functools import cache
 
 import numpy as np
 import pytest
 import torch
 from autoparallel_fp8.cost_models import Pricing, load_device
 from graph_samples import VOCAB, captured, in_float32
+from random_plans import random_routes
 from torch import Tensor, nn
 
 from autoparallel_fp8.capture import capture
 from autoparallel_fp8.errors import UsageError
 from autoparallel_fp8.expansion import Space, expand
 from autoparallel_fp8.formulate import formulate
-from autoparallel_fp8.graph import Graph, Ref
+from autoparallel_fp8.graph import Graph
 from autoparallel_fp8.mesh import parse_mesh
-from autoparallel_fp8.redistribute import Routes
 from autoparallel_fp8.simulate import run_graph
 from autoparallel_fp8.simulate_plan import run_plan
 from autoparallel_fp8.solver.solve import solve
@@ -72,20 +71,8 @@ class Planned:
 
     def run(self, choices: tuple[int, ...], seed: int | None = None) -> dict[str, dict[str, Tensor]]:
         """On made-up values; a seed makes the routes between layouts random too."""
-        routes = self.pricing.routes if seed is None else _random_routes(self.space, seed)
+        routes = self.pricing.routes if seed is None else random_routes(self.space, seed)
         return run_plan(self.space, self.shape, choices, routes, *values_for(self.graph))
-
-
-def _random_routes(space: Space, seed: int):
-    draw = np.random.default_rng(seed)
-
-    @cache
-    def routes(ref: Ref) -> Routes:
-        return Routes(
-            space.graph.spec(ref), space.factors[ref], space.reach[ref], space.mesh.sizes, lambda *_: draw.random()
-        )
-
-    return routes
 
 
 def values_for(graph: Graph) -> tuple[dict[str, Tensor], list[Tensor]]:
@@ -163,7 +150,7 @@ def test_own_scales_fit_the_parts_they_scale(recipe, mesh):
             planned.space,
             planned.shape,
             choices,
-            _random_routes(planned.space, seed),
+            random_routes(planned.space, seed),
             {"0.weight": weight},
             [x],
             [grad],
@@ -224,7 +211,7 @@ def test_buffers_and_tied_weights(mesh):
     wanted = run_graph(graph, parameters, [tokens], [grad])
     assert set(wanted["buffer"]) == {"average", "count"} and "head.weight" not in wanted["gradient"]
     for seed in range(4):
-        routes = _random_routes(planned.space, seed)
+        routes = random_routes(planned.space, seed)
         found = run_plan(planned.space, planned.shape, planned.at_random(seed), routes, parameters, [tokens], [grad])
         assert largest_error(found, wanted) < 2e-5, f"seed {seed}"
 
@@ -258,7 +245,7 @@ def test_a_parameter_that_an_op_without_a_rule_reads(mesh):
     for seed in range(12):
         choices = planned.at_random(seed)
         stored |= set(planned.shape.sources[e][0][choices[e]])
-        routes = _random_routes(planned.space, seed)
+        routes = random_routes(planned.space, seed)
         found = run_plan(planned.space, planned.shape, choices, routes, parameters, inputs, grads)
         assert largest_error(found, wanted) < 2e-5, f"seed {seed}"
     assert {str(p) for p in stored} == {"R", "S(0)", "S(1)"}

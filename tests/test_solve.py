@@ -17,7 +17,7 @@ from autoparallel_fp8.errors import SolveError, UsageError
 from autoparallel_fp8.problem import Array, Edge, Problem, ProblemError, Restriction, Row, Solution, evaluate, row_value
 from autoparallel_fp8.solver.dual import Dual
 from autoparallel_fp8.solver.presolve import forbid_restricted, presolve
-from autoparallel_fp8.solver.solve import min_row, run_ilp, solve, solve_raw
+from autoparallel_fp8.solver.solve import bound, min_row, run_ilp, solve, solve_raw
 from autoparallel_fp8.solver.tools import Outcome, Tools
 
 search_module = importlib.import_module("autoparallel_fp8.solver.search")
@@ -46,6 +46,32 @@ def assert_solves(problem: Problem, least: float) -> None:
 def test_agrees_with_exhaustive_search(problem: Problem) -> None:
     """Objective, status and bound, infeasible problems included."""
     assert_solves(problem, exhaustive(problem)[0])
+
+
+@settings(max_examples=200, deadline=None)
+@given(problem=problems())
+def test_the_bound_alone_never_exceeds_the_least(problem: Problem) -> None:
+    """With rows, which it prices, and restrictions; what it calls infeasible is."""
+    least = exhaustive(problem)[0]
+    found = bound(problem)
+    assert found.lower_bound <= least + 1e-9 * max(1.0, abs(least) if least < INF else 1.0)
+    assert (found.status == "infeasible") == (found.choices == ())
+    if found.choices:
+        assert len(found.choices) == problem.num_variables
+        assert found.objective == evaluate(replace(forbid_restricted(problem), rows=()), found.choices)
+    else:
+        assert least == INF
+
+
+def test_the_bound_alone_is_the_least_of_equal_layers() -> None:
+    """Up to a hair, without a program; a row that binds is priced, and lifts it."""
+    problem = layers()
+    least = solve(problem).objective
+    assert bound(problem).lower_bound == pytest.approx(least, rel=0.02)
+    taken = Row("row", 0.0, {v: (cost < cost.max()).astype(float) for v, cost in enumerate(problem.costs)})
+    tight = replace(problem, rows=(replace(taken, limit=0.7 * row_value(taken, solve(problem).choices)),))
+    assert bound(problem).lower_bound < bound(tight).lower_bound <= solve(tight).objective + 1e-6
+    assert bound(problem, time_limit=1e-9).lower_bound <= least
 
 
 @settings(max_examples=150, deadline=None)
@@ -214,7 +240,7 @@ def test_best_of_a_narrowed_problem_proves_nothing_beyond_the_slack(monkeypatch:
     """Narrowing left out the optimum of 3; the 5 found instead must not end the search, though proven for its part."""
     slacks: list[float] = []
 
-    def solve_within(problem: Problem, dual: Dual, slack: float, tools: Tools) -> Solution:
+    def solve_within(problem: Problem, dual: Dual, slack: float, tools: Tools, gap: float) -> Solution:
         slacks.append(slack)
         return Solution((1,), 5.0, 5.0, "optimal") if len(slacks) == 1 else Solution((0,), 3.0, 3.0, "optimal")
 

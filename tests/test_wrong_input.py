@@ -187,8 +187,10 @@ WRONG_FIELDS = [
     ("recipe", 3, "recipe of the plan is a int"),
     ("gap", "small", "gap of the plan is a str that does not read as float"),
     ("notes", "note", "notes of the plan is a str"),
-    ("parameters", {"w": 3}, "the plan does not have the fields"),
-    ("nodes", 3, "the plan does not have the fields"),
+    ("parameters", {"w": 3}, "parameters of the plan is no mapping of mappings"),
+    ("parameters", None, "parameters of the plan is no mapping of mappings"),
+    ("parameters", {"w": {"shape": [1]}}, "the plan does not have the fields"),
+    ("nodes", 3, "nodes of the plan is no list of mappings"),
     ("model", None, "model of the plan is a NoneType that does not read as str"),
 ]
 
@@ -198,7 +200,43 @@ def test_a_plan_file_with_wrong_types(plan_data: dict[str, Any], name: str, valu
     """The field is named; so is one within a parameter."""
     with pytest.raises(PlanError) as caught:
         Plan.from_data({**plan_data, name: value}, "plan.json")
-    assert str(caught.value).startswith(message) and caught.value.at == "plan.json"
+    assert str(caught.value).startswith(message) and caught.value.at == "plan.json" and caught.value.do
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"placements": ["S(0)", "S(1)"]},
+            r"parameters\['0.weight'\] of the plan says S\(0\), S\(1\), and its node says ",
+        ),
+        ({"placements": ["S(9)", "R"]}, r"parameters\['0.weight'\] of the plan says S\(9\), R, and its node says "),
+        ({"local_shape": [1, 1]}, r"parameters\['0.weight'\] of the plan is \[1, 1\] on a rank, and its node says "),
+        (None, "parameters of the plan lacks 0.weight, which a node holds"),
+    ],
+)
+def test_a_parameter_that_was_edited(plan_data: dict[str, Any], change: dict[str, Any] | None, message: str) -> None:
+    """What runs stands in `nodes`; where `parameters` says otherwise, neither is believed."""
+    parameters = dict(plan_data["parameters"])
+    parameters["0.weight"] = {**parameters["0.weight"], **(change or {})}
+    if change is None:
+        del parameters["0.weight"]
+    with pytest.raises(PlanError, match=message) as caught:
+        Plan.from_data({**plan_data, "parameters": parameters}, "plan.json")
+    assert caught.value.do == "the file was edited: plan again, and ask for a layout with pin(name, placement)"
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path, plan_data: dict[str, Any]) -> None:
+    """No file, half a file: what to do is said."""
+    half = tmp_path / "half.json"
+    half.write_text(json.dumps(plan_data)[:1000])
+    for path, message in (
+        (tmp_path / "absent.json", "cannot read the plan: "),
+        (half, "the file is no JSON, or cut off"),
+    ):
+        with pytest.raises(PlanError, match=message) as caught:
+            Plan.load(path)
+        assert caught.value.do
 
 
 def test_a_wrong_type_within_a_parameter(plan_data: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ simplify      rules that make equal work look equal (`rewrite`, `sink_views`, `c
               (`phases`)
 trace_errors  what to say where a model cannot be traced
 one_op        the graph of one call of an op, without a model
+recompute     backward with copies of forward's nodes: a step of its own, on the whole graph
 """
 
 from .trace import capture

@@ -1,15 +1,16 @@
 """Dropout calls as the op of `ops.dropout`, each with its own number, and the seed that they read.
 
-Calls are numbered in the order of dynamo's graph of the whole model, before `shorten` cuts it. Blocks that are compared
-may differ in these numbers (`without_call`), and a copied block counts on as its neighbours do (`call_in_block`): so
-the graph is the same whether blocks are shared or not.
+Calls are numbered in the order of dynamo's graph. Blocks that are compared may differ in these numbers
+(`without_call`), a copied block counts on as its neighbours do, and what comes after it counts on from there
+(`call_in_block`): so the graph is the same whether blocks are shared or not.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -126,17 +127,22 @@ def without_call(op: Any, args: Any) -> Any:
     return (*args[:_CALL], *args[_CALL + 1 :]) if op is _DROPOUT else args
 
 
-def calls_per_block(pairs: Sequence[tuple[Node, Node]], distance: int) -> int | None:
-    """How many calls one block makes, from equal nodes of two blocks at this distance; None where they disagree."""
+def calls_per_block(pairs: Sequence[tuple[Node, Node]]) -> int | None:
+    """How many calls one block makes, from equal nodes of two neighbours; None where they disagree."""
     steps = {twin.args[_CALL] - node.args[_CALL] for node, twin in pairs if node.op is _DROPOUT}
-    if len(steps) > 1 or any(step % distance for step in steps):
+    if len(steps) > 1:
         return None
-    return steps.pop() // distance if steps else 0
+    return steps.pop() if steps else 0
 
 
-def call_in_block(node: Node, blocks: int, per_block: int) -> Node:
-    """The node as it is that many blocks further."""
-    if node.op is not _DROPOUT:
+def first_call(nodes: Iterable[Node]) -> float:
+    """The lowest number of a call among the nodes; inf where none is one."""
+    return min((node.args[_CALL] for node in nodes if node.op is _DROPOUT), default=math.inf)
+
+
+def call_in_block(node: Node, blocks: int, per_block: int, first: float = -math.inf) -> Node:
+    """The node as it is that many blocks further, where its call's number is `first` or higher."""
+    if node.op is not _DROPOUT or node.args[_CALL] < first:
         return node
     args = (*node.args[:_CALL], node.args[_CALL] + blocks * per_block, *node.args[_CALL + 1 :])
     return replace(node, args=args)

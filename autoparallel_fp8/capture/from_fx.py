@@ -8,7 +8,6 @@ result or a new buffer value needs), then tangents, then backward, each part in 
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,8 +73,9 @@ def spec_of(value: Tensor) -> TensorSpec:
 
 def layer_of(module: str) -> str:
     """The part of a module's fqn up to its first number: "model.layers.3" of "model.layers.3.mlp"."""
-    found = re.match(r"(?:.*?\.)?\d+(?=\.|$)", module)
-    return found.group(0) if found else ""
+    parts = module.split(".")
+    first = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
+    return "" if first is None else ".".join(parts[: first + 1])
 
 
 def _ordered(traced: fx.Graph, placeholders: Mapping[fx.Node, Slot | None], is_forward: set[fx.Node]) -> list[fx.Node]:

@@ -1,9 +1,10 @@
 """The joint graph of a deep model from that of its first and last three blocks.
 
-`shorten` has shown that all inner blocks are the same program. Here the joint graph of six blocks is
-compared with itself, one block further, in forward and backward: the third block and the fourth must agree node by
-node, every read either the same fixed value or the same place in the same, the next or the block before. The cut blocks
-are then copies of the third between the two, and the result is the graph that tracing in full gives.
+`shorten` has shown that all inner blocks are the same program. Here the joint graph of six blocks, named as in the
+whole model, is compared with itself, one block further, in forward and backward: the third block and the fourth must
+agree node by node, every read either the same fixed value or the same place in the same, the next or the block before.
+The cut blocks are then copies of the third between the two, with parameters and buffers of their own, and the result is
+the graph that tracing in full gives.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from autoparallel_fp8.capture.dropout import call_in_block, calls_per_block, without_call
+from autoparallel_fp8.capture.dropout import call_in_block, calls_per_block, first_call, without_call
 from autoparallel_fp8.capture.from_fx import layer_of
 from autoparallel_fp8.capture.phases import name_nodes
 from autoparallel_fp8.capture.shorten import NUM_KEPT, Stack
@@ -37,10 +38,23 @@ def lengthen(graph: Graph, stack: Stack) -> Graph | None:
     fixed = _compare(graph, stack, places)
     if fixed is None:
         return None
-    num_calls = calls_per_block(_twins(graph, places), stack.kept[_TWIN] - stack.kept[_MODEL])
-    if num_calls is None:
+    num_calls = calls_per_block(_twins(graph, places))
+    if num_calls is None or not _has_own_tensors(graph, stack):
         return None
     return name_nodes(_Copier(graph, stack, places, fixed, num_calls).graph())
+
+
+def _has_own_tensors(graph: Graph, stack: Stack) -> bool:
+    """Whether the inner blocks have the same parameters and buffers, each block's next to each other."""
+    for kind in ("parameter", "buffer"):
+        names = [node.target for node in graph.nodes if node.kind == kind]
+        owners = [stack.block_of(name) for name in names]
+        held = {block: [n for n, owner in zip(names, owners, strict=True) if owner == block] for block in stack.kept}
+        inner = [[stack.in_block(name, 0) for name in held[block]] for block in stack.kept[1:-1]]
+        inside = [owner for owner in owners if owner is not None]
+        if any(names != inner[0] for names in inner) or inside != sorted(inside):
+            return False
+    return True
 
 
 def _places(graph: Graph, stack: Stack) -> dict[int, _Place] | None:
@@ -135,13 +149,16 @@ class _Copier:
         self, graph: Graph, stack: Stack, places: dict[int, _Place], fixed: set[tuple[int, int]], num_calls: int
     ) -> None:
         self.short, self.stack, self.places, self.fixed = graph, stack, places, fixed
+        self.at = {(place.phase, place.block, place.at): index for index, place in places.items()}
         self.num_calls = num_calls  # of dropout in one block
         self.inserted = range(3, stack.depth - 3)
-        self.held = {node.target: i for i, node in enumerate(graph.nodes) if node.kind in ("parameter", "buffer")}
+        self.held: dict[str, int] = {}  # parameter or buffer -> its node in the long graph
+        self.is_copied: set[str] = set()
         self.model = {
             phase: [i for i, place in places.items() if place.block == _MODEL and place.phase == phase]
             for phase in ("forward", "backward")
         }
+        self.first_after = first_call(self.short.nodes[i] for i, at in places.items() if at.block == _TWIN)
         self.nodes: list[Node] = []
         self.moved: dict[int, int] = {}
         self.copies: dict[tuple[int, int], int] = {}
@@ -154,24 +171,49 @@ class _Copier:
                 starts = _TWIN if place.phase == "forward" else _MODEL
                 if place.block == starts:
                     self._insert(place.phase)
+            if node.kind in ("parameter", "buffer"):
+                self._insert_held(node)
+                self.held[node.target] = len(self.nodes)
             self.moved[index] = len(self.nodes)
             self._add(index, node, None)
         outputs = sorted(self._outputs(), key=self._rank)
         return replace(self.short, nodes=tuple(self.nodes), outputs=tuple(outputs))
 
+    def _insert_held(self, before: Node) -> None:
+        """The parameters or buffers of the cut blocks, where the first of the block after them comes."""
+        if self.stack.block_of(before.target) != self.stack.kept[_TWIN] or before.kind in self.is_copied:
+            return
+        self.is_copied.add(before.kind)
+        models = [node for node in self.short.nodes if node.kind == before.kind]
+        models = [node for node in models if self.stack.block_of(node.target) == self.stack.kept[_MODEL]]
+        for block in self.inserted:
+            for node in models:
+                name = self.stack.in_block(node.target, block)
+                self.held[name] = len(self.nodes)
+                module = self.stack.in_block(node.module, block)
+                self.nodes.append(replace(node, name=name, target=name, module=module, layer=layer_of(module)))
+
     def _insert(self, phase: str) -> None:
         for block in self.inserted if phase == "forward" else reversed(self.inserted):
+            modules: dict[str, str] = {}
             for index in self.model[phase]:
                 self.copies[block, index] = len(self.nodes)
                 node = call_in_block(self.short.nodes[index], block - self.stack.kept[_MODEL], self.num_calls)
-                module = self.stack.in_block(node.module, block)
-                self._add(index, replace(node, module=module, layer=layer_of(module)), block)
+                if node.module not in modules:
+                    modules[node.module] = self.stack.in_block(node.module, block)
+                self._add(index, node, block, modules[node.module])
 
-    def _add(self, index: int, node: Node, copy: int | None) -> None:
+    def _add(self, index: int, node: Node, copy: int | None, module: str | None = None) -> None:
         def to(ref: Ref) -> Ref:
             return Ref(self._read(index, ref.node, copy), ref.output)
 
-        self.nodes.append(replace(node, args=map_refs(node.args, to), kwargs=map_refs(node.kwargs, to)))
+        if copy is None:
+            node = call_in_block(node, len(self.inserted), self.num_calls, self.first_after)
+        args, kwargs = map_refs(node.args, to), map_refs(node.kwargs, to)
+        if module is None:
+            self.nodes.append(replace(node, args=args, kwargs=kwargs))
+        else:
+            self.nodes.append(replace(node, args=args, kwargs=kwargs, module=module, layer=layer_of(module)))
 
     def _read(self, reader: int, read: int, copy: int | None) -> int:
         """The node of the long graph that stands for what a node, or its copy in a cut block, reads."""
@@ -190,15 +232,9 @@ class _Copier:
 
     def _block(self, block: int, place: _Place) -> int:
         """The node at a place, in a block given by its number in the whole stack."""
-        model = self._at(replace(place, block=_MODEL))
         if block in self.inserted:
-            return self.copies[block, model]
-        return self.moved[self._at(replace(place, block=self.stack.kept.index(block)))]
-
-    def _at(self, place: _Place) -> int:
-        if not hasattr(self, "_index"):
-            self._index = {one: index for index, one in self.places.items()}
-        return self._index[place]
+            return self.copies[block, self.at[place.phase, _MODEL, place.at]]
+        return self.moved[self.at[place.phase, self.stack.kept.index(block), place.at]]
 
     def _outputs(self) -> Iterator[Output]:
         for output in self.short.outputs:

@@ -33,19 +33,20 @@ def mark_from_parameters(graph: Graph) -> Graph:
     return replace(graph, nodes=tuple(nodes))
 
 
+def is_forwards(node: Node) -> bool:
+    """Whether a node makes a large value that forward derives from parameters: backward does not read it."""
+    is_large = max(spec.numel for spec in node.outputs) > SHARED_NUMEL
+    return node.kind == "op" and node.phase == "forward" and node.from_parameters and is_large
+
+
 def separate_phases(graph: Graph) -> Graph:
     """Backward with its own copy of every large value that forward derives from parameters."""
     nodes: list[Node] = []
     moved: list[int] = []
     own: dict[int, int] = {}
 
-    def is_forwards(index: int) -> bool:
-        node = nodes[index]
-        is_large = max(spec.numel for spec in node.outputs) > SHARED_NUMEL
-        return node.kind == "op" and node.phase == "forward" and node.from_parameters and is_large
-
     def owned(ref: Ref) -> Ref:
-        if not is_forwards(ref.node):
+        if not is_forwards(nodes[ref.node]):
             return ref
         if ref.node not in own:
             node = nodes[ref.node]

@@ -1,29 +1,33 @@
-"""A deep model's dynamo graph cut to the six blocks from which `lengthen` makes the whole joint graph.
+"""A deep model cut to the six blocks from which `lengthen` makes the whole joint graph.
 
-Tracing autograd through a float8 block takes about a second and models repeat one block up to a hundred times. If all
-blocks of a stack but the first and the last are the same program on their own parameters, each fed by the block before
-it, the graph is cut to the first and last three blocks. What is compared is dynamo's graph of the whole model, after
-its control flow: a model that treats one block in another way is traced in full.
+Tracing a float8 block through dynamo and autograd takes about a second and models repeat one block up to a hundred
+times. If all blocks of a stack but the first and the last run the same program on their own parameters, each fed by the
+block before it, the first and last three are enough. What is compared is what the whole model's own code does
+(`record`), after its control flow, and again what it does with the six: a model that treats one block in another way
+is traced in full.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor, fx
+from torch import Tensor, nn
 
-from autoparallel_fp8.capture.dropout import without_call
+from autoparallel_fp8.capture.from_fx import layer_of
+from autoparallel_fp8.capture.record import Program, Recorder, Unclear, program
+from autoparallel_fp8.graph import Graph
 
 NUM_KEPT = 6  # first three, last three: two inner blocks to compare, each with an inner block on both sides
+_MOST_TRIED = 3  # stacks of a model, deepest first
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Blocks "prefix.0" to "prefix.(depth - 1)"; all but the first and last three are cut from the graph."""
+    """Blocks "prefix.0" to "prefix.(depth - 1)"; all but the first and last three are cut from the model."""
 
     prefix: str
     depth: int
@@ -41,145 +45,108 @@ class Stack:
         """The name with another block's number."""
         return re.sub(rf"^({re.escape(self.prefix)})\.\d+", rf"\g<1>.{block}", name)
 
+    def renamed(self, name: str) -> str:
+        """A name in the cut model as it is in the whole one."""
+        block = self.block_of(name)
+        return name if block is None else self.in_block(name, self.kept[block])
 
-def shorten(graph: fx.Graph, module_of: Callable[[fx.Node], str], fqns: Iterable[str], prefix: str) -> Stack | None:
-    """Cuts the middle blocks out of a dynamo graph, in place; None and nothing cut where that is not safe.
+
+def shorten(model: nn.Module, run: Callable[[], Any], arguments: Sequence[Tensor]) -> Stack | None:
+    """Finds a stack whose inner blocks all do the same; None where there is none, or where that is not certain.
 
     Args:
-        graph: dynamo's, of the whole model.
-        module_of: fqn of the module that made a node.
-        fqns: of all parameters and buffers.
-        prefix: what the traced module puts before them.
+        model: a copy on the meta device; it is left as it was.
+        run: calls the model, or what wraps it, with the arguments.
+        arguments: the tensors among them.
     """
-    stack = _find_stack([module_of(node) for node in graph.nodes if node.op != "placeholder"])
+    stacks = _stacks(model)
+    if not stacks:
+        return None
+    blocks = {stack.prefix: list(model.get_submodule(stack.prefix).children()) for stack in stacks}
+    whole = _recorded(model, run, arguments, blocks)
+    if whole is None:
+        return None
+    for stack in stacks:
+        with cut(model, stack):
+            kept = list(model.get_submodule(stack.prefix).children())
+            short = _recorded(model, run, arguments, {stack.prefix: kept})
+        if short is not None and _agree(whole, short, stack):
+            return stack
+    return None
+
+
+@contextmanager
+def cut(model: nn.Module, stack: Stack | None) -> Any:
+    """The model with the kept blocks of a stack alone, numbered anew, for the while."""
     if stack is None:
-        return None
-    blocks = _split(graph, stack, module_of)
-    if blocks is None or not _Comparison(stack, blocks, _held(graph, fqns, prefix)).holds():
-        return None
-    first_cut, last_cut = 3, stack.depth - 4
-    cut = [node for block in blocks[first_cut : last_cut + 1] for node in block]
-    stand_in = dict(zip(blocks[last_cut], blocks[2], strict=True))
-    cut_nodes = set(cut)
-    readers = {user for node in cut for user in node.users} - cut_nodes
-    if any(user not in set(blocks[last_cut + 1]) for user in readers):
-        return None
-    for user in readers:
-        for node in [item for item in user.all_input_nodes if item in cut_nodes]:
-            user.replace_input_with(node, stand_in[node])
-    for node in reversed(cut):
-        graph.erase_node(node)
-    return stack
+        yield
+        return
+    holder = model.get_submodule(stack.prefix)
+    before = dict(holder._modules)
+    kept = {str(i): before[str(number)] for i, number in enumerate(stack.kept)}
+    _put(holder, kept)
+    try:
+        yield
+    finally:
+        _put(holder, before)
 
 
-def _held(graph: fx.Graph, fqns: Iterable[str], prefix: str) -> dict[fx.Node, str]:
-    """Placeholder -> fqn of its parameter or buffer, by the name dynamo gives it: L_self_modules_a_parameters_b_."""
-    names: dict[str, str] = {}
-    for fqn in fqns:
-        *path, last = f"{prefix}{fqn}".split(".")
-        for kind in ("parameters", "buffers"):
-            names["_".join([*(f"modules_{part}" for part in path), kind, last, ""])] = fqn
-    found = {}
+def _put(holder: nn.Module, children: dict[str, nn.Module | None]) -> None:
+    holder._modules.clear()
+    holder._modules.update(children)
+
+
+def as_in_whole(graph: Graph, stack: Stack) -> Graph:
+    """The graph of the cut model with the names that its modules and tensors have in the whole one."""
+
+    def name(kind: str, target: str) -> str:
+        return stack.renamed(target) if kind in ("parameter", "buffer", "gradient") else target
+
+    nodes = []
     for node in graph.nodes:
-        name = re.sub(r"^L_[^_]+_", "", str(node.target)) if node.op == "placeholder" else ""
-        if name in names:
-            found[node] = names[name]
-    return found
+        module = stack.renamed(node.module)
+        layer = layer_of(module) if node.layer else node.layer
+        nodes.append(replace(node, target=name(node.kind, node.target), module=module, layer=layer))
+    outputs = [replace(one, target=name(one.kind, one.target)) for one in graph.outputs]
+    aliases = [(stack.renamed(alias), stack.renamed(first)) for alias, first in graph.aliases]
+    return replace(graph, nodes=tuple(nodes), outputs=tuple(outputs), aliases=tuple(aliases))
 
 
-def _find_stack(modules: list[str]) -> Stack | None:
-    """The longest run of numbered siblings among the modules that made nodes, if it is worth cutting."""
-    numbers: dict[str, set[int]] = {}
-    for name in set(modules):
-        for found in re.finditer(r"\.(\d+)(?=\.|$)", f".{name}"):
-            numbers.setdefault(f".{name}"[: found.start()].removeprefix("."), set()).add(int(found[1]))
-    whole = [Stack(prefix, len(found)) for prefix, found in numbers.items() if found == set(range(len(found)))]
-    best = max(whole, key=lambda stack: (stack.depth, stack.prefix), default=None)
-    return best if best is not None and best.prefix and best.depth > NUM_KEPT + 1 else None
+def _stacks(model: nn.Module) -> list[Stack]:
+    """Modules whose children are numbered and of one class, and more than are kept; deepest first."""
+    found = []
+    for name, module in model.named_modules():
+        names = list(module._modules)
+        is_numbered = names == [str(i) for i in range(len(names))]
+        if name and is_numbered and len(names) > NUM_KEPT + 1 and len({type(m) for m in module.children()}) == 1:
+            found.append(Stack(name, len(names)))
+    return sorted(found, key=lambda stack: (-stack.depth, stack.prefix))[:_MOST_TRIED]
 
 
-def _split(graph: fx.Graph, stack: Stack, module_of: Callable[[fx.Node], str]) -> list[list[fx.Node]] | None:
-    """The nodes of each block; None unless blocks run one after the other. Nodes of no module join the one before."""
-    nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
-    owners = [stack.block_of(module_of(node)) for node in nodes]
-    inside = [i for i, owner in enumerate(owners) if owner is not None]
-    blocks: list[list[fx.Node]] = [[] for _ in range(stack.depth)]
-    current = -1
-    for i in range(inside[0], inside[-1] + 1):
-        between = module_of(nodes[i]) in (
-            "",
-            stack.prefix.rpartition(".")[0],
-        )  # code of the module that runs the blocks
-        owner = current if between else owners[i]
-        if owner is None or owner not in (current, current + 1):
-            return None
-        current = owner
-        blocks[current].append(nodes[i])
-    return blocks if current == stack.depth - 1 else None
+def _recorded(
+    model: nn.Module, run: Callable[[], Any], arguments: Sequence[Tensor], stacks: dict[str, list[nn.Module]]
+) -> Recorder | None:
+    # Whatever the model's own code raises on meta tensors, tracing it in full will say better, with its place.
+    try:
+        with Recorder(model, arguments, stacks) as recorder:
+            run()
+    except Exception:
+        return None
+    return recorder
 
 
-class _Comparison:
-    """Whether each inner block is the one before it, one number further."""
-
-    def __init__(self, stack: Stack, blocks: list[list[fx.Node]], held: Mapping[fx.Node, str]) -> None:
-        self.stack, self.blocks, self.held = stack, blocks, held
-        self.places = {node: (number, at) for number, block in enumerate(blocks) for at, node in enumerate(block)}
-
-    def holds(self) -> bool:
-        """Compares neighbours, from the second block to the last but one; the outer two may be other programs."""
-        inner = self.blocks[1:-1]
-        return all(len(a) == len(b) and all(map(self._same_node, a, b)) for a, b in pairwise(inner))
-
-    def _same_node(self, a: fx.Node, b: fx.Node) -> bool:
-        same_target = a.op == b.op and _same_function(a.target, b.target) and a.op in ("call_function", "call_method")
-        same_value = _shape(a.meta.get("example_value")) == _shape(b.meta.get("example_value"))
-        if not same_target or not same_value:
-            return False
-        args_a, args_b = without_call(a.target, a.args), without_call(b.target, b.args)
-        return self._same((args_a, dict(a.kwargs)), (args_b, dict(b.kwargs)), a)
-
-    def _same(self, a: Any, b: Any, reader: fx.Node) -> bool:
-        if isinstance(a, fx.Node) and isinstance(b, fx.Node):
-            return self._same_read(a, b, reader)
-        if type(a) is not type(b):
-            return False
-        if isinstance(a, (tuple, list)):
-            return len(a) == len(b) and all(self._same(x, y, reader) for x, y in zip(a, b, strict=True))
-        if isinstance(a, dict):
-            return list(a) == list(b) and all(self._same(a[key], b[key], reader) for key in a)
-        if isinstance(a, slice):
-            return self._same((a.start, a.stop, a.step), (b.start, b.stop, b.step), reader)
-        return bool(a == b)
-
-    def _same_read(self, a: fx.Node, b: fx.Node, reader: fx.Node) -> bool:
-        """One value outside all inner blocks, each its own parameter, or one place in this block or in the last."""
-        if a is b:
-            return self.places.get(a, (0, 0))[0] == 0
-        if a.op == "placeholder" and b.op == "placeholder":
-            return self._same_parameter(a, b, reader)
-        if a not in self.places or b not in self.places:
-            return False
-        number = self.places[reader][0]
-        (block_a, at_a), (block_b, at_b) = self.places[a], self.places[b]
-        return at_a == at_b and block_b == block_a + 1 and number - block_a in (0, 1)
-
-    def _same_parameter(self, a: fx.Node, b: fx.Node, reader: fx.Node) -> bool:
-        name_a, name_b = self.held.get(a, ""), self.held.get(b, "")
-        number = self.places[reader][0]
-        return self.stack.block_of(name_a) == number and self.stack.in_block(name_a, number + 1) == name_b
-
-
-def _same_function(a: Any, b: Any) -> bool:
-    """Whether two targets are one function, or closures of the same code over the same things (autograd functions)."""
-    if a is b or (isinstance(a, str) and a == b):
-        return True
-    code, cells = getattr(a, "__code__", None), getattr(a, "__closure__", None)
-    if code is None or code is not getattr(b, "__code__", None) or not cells or not b.__closure__:
+def _agree(whole: Recorder, short: Recorder, stack: Stack) -> bool:
+    """Whether the inner blocks are alike, and the cut model does what the whole one does around them."""
+    half = NUM_KEPT // 2
+    try:
+        full = program(whole, stack.prefix, stack.depth, half)
+        few = program(short, stack.prefix, NUM_KEPT, half)
+    except Unclear:
         return False
-    return all(x.cell_contents is y.cell_contents for x, y in zip(cells, b.__closure__, strict=True))
+    inner = full.blocks[1]
+    alike = all(block == inner for block in (*full.blocks[2:-1], *few.blocks[1:-1]))
+    return alike and _around(full) == _around(few)
 
 
-def _shape(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return tuple(value.shape), value.stride(), value.dtype, value.requires_grad
-    return type(value)
+def _around(one: Program) -> tuple[Any, ...]:
+    return one.head, one.blocks[0], one.blocks[-1], one.tail

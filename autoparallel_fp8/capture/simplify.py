@@ -180,6 +180,11 @@ def fold_constants(node: Node, walk: Walk) -> Node:
     return _full(node, result.item())
 
 
+def computed(node: Node, args: Any, kwargs: Any) -> Any:
+    """A key that two nodes share if they compute the same of these arguments."""
+    return node.op, _exact(args), _exact(kwargs), node.outputs
+
+
 def equal_merger() -> Rule:
     """A rule with one node for all that compute the same: equal op, arguments and result; random ops stay."""
     seen: dict[Any, int] = {}
@@ -187,8 +192,7 @@ def equal_merger() -> Rule:
     def merge_equal(node: Node, walk: Walk) -> Node | Ref:
         if torch.Tag.nondeterministic_seeded in node.op.tags:
             return node
-        key = (node.op, _exact(node.args), _exact(node.kwargs), node.outputs)
-        at = seen.setdefault(key, len(walk.nodes))
+        at = seen.setdefault(computed(node, node.args, node.kwargs), len(walk.nodes))
         return node if at == len(walk.nodes) else Ref(at)
 
     return merge_equal

@@ -11,7 +11,7 @@ shape, stride and dtype is used. Private torch names stand in this file alone, e
 from __future__ import annotations
 
 import contextlib
-import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,13 +21,14 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree  # what dynamo flattens arguments and results with; no public name in 2.11
 
 from autoparallel_fp8.capture import decompose
+from autoparallel_fp8.capture.arguments import argument_names, bound, check_token_ids, leaf_names
 from autoparallel_fp8.capture.dropout import seed_as_source
 from autoparallel_fp8.capture.from_fx import graph_from_fx, spec_of
 from autoparallel_fp8.capture.lengthen import lengthen
 from autoparallel_fp8.capture.meta_copy import aliases_of, meta_copy, meta_like, put_tensors
 from autoparallel_fp8.capture.precision import apply_mixed_precision, model_in_param_dtype
 from autoparallel_fp8.capture.replace import inner_attention, replace_calls
-from autoparallel_fp8.capture.shorten import Stack, shorten
+from autoparallel_fp8.capture.shorten import Stack, as_in_whole, cut, shorten
 from autoparallel_fp8.capture.simplify import simplify
 from autoparallel_fp8.capture.slots import SlotReader
 from autoparallel_fp8.capture.trace_errors import traced_model
@@ -37,8 +38,6 @@ from autoparallel_fp8.integrations import hugging_face
 from autoparallel_fp8.integrations.attention_dropout import attention_dropout_cure, build_notes
 from autoparallel_fp8.quiet import quiet
 from autoparallel_fp8.recipes import check_dtypes, convert
-
-_PLAIN = (Tensor, bool, int, float, type(None))
 
 
 def capture(
@@ -65,7 +64,7 @@ def capture(
         recipe: float8 recipe to convert linears with, see `recipes.convert`; None plans the model as it is.
         loss: "auto" puts cross-entropy into the graph of a Hugging Face causal language model; None leaves it out.
         mixed_precision: torch's MixedPrecisionPolicy; parameters stay masters and are cast in the graph.
-        share_blocks: trace autograd through six blocks of a stack of equal ones; the graph is the same either way.
+        share_blocks: trace six blocks of a stack of equal ones; the graph is the same either way.
 
     Raises:
         CaptureError: the model cannot be traced; says where and why.
@@ -87,12 +86,24 @@ def capture(
                 graph = apply_mixed_precision(graph, masters, mixed_precision)
             return simplify(graph)
 
-        trace = _Trace(copied, call, mixed_precision)
-        stack = trace.shorten() if share_blocks else None
-        graph = finished(trace.joint())
+        stack = _repeated(copied, call, mixed_precision) if share_blocks else None
+        with cut(copied, stack):
+            trace = _Trace(copied, call, mixed_precision)
+            notes += _checkpoint_notes(trace.captured)
+            graph = trace.joint()
         if stack is None:
-            return graph
-        return lengthen(graph, stack) or finished(_Trace(copied, call, mixed_precision).joint())
+            return finished(graph)
+        shared = lengthen(finished(as_in_whole(graph, stack)), stack)
+        return shared or finished(_Trace(copied, call, mixed_precision).joint())
+
+
+def _repeated(model: nn.Module, call: _Call, policy: Any) -> Stack | None:
+    """A deep stack of equal blocks; None without one, or where a tensor in a block goes by two names."""
+    if any(name != first for name, first in aliases_of(model).items() if re.search(r"\.\d+\.", name)):
+        return None
+    root, _ = _root(model, call, policy)
+    tensors = [leaf for leaf in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
+    return shorten(model, lambda: root(*call.args, **call.kwargs), tensors)
 
 
 @dataclass(frozen=True)
@@ -130,83 +141,14 @@ def _bind(model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], los
     """The call on meta tensors, after a check of the arguments against forward's signature."""
     if loss not in ("auto", None):
         raise UsageError(f"loss is {loss!r}", at="loss", do='pass "auto" or None')
-    check_arguments(inputs, kwargs)
-    is_lm = hugging_face.is_causal_lm(model)
-    forward = hugging_face.CausalLM.forward if is_lm else type(model).forward
-    ids = kwargs.get("input_ids", inputs[0] if inputs else None)
-    if is_lm and loss == "auto" and len(inputs) < 2 and "labels" not in kwargs and isinstance(ids, Tensor):
-        labels = torch.empty_like(ids, device="meta")
-        inputs, kwargs = ((*inputs, labels), kwargs) if inputs else (inputs, {**kwargs, "labels": labels})
-    signature = inspect.signature(forward)
-    try:
-        signature.bind(model, *inputs, **kwargs)
-    except TypeError as error:
-        raise UsageError(
-            f"the inputs do not fit the model's forward: {error}",
-            at=f"{type(model).__name__}.forward{signature}",
-            do="pass positional arguments as inputs=(...) and keyword arguments as kwargs={...}",
-        ) from error
+    inputs, kwargs = bound(model, inputs, kwargs, loss)
     args, kwargs = pytree.tree_map_only(Tensor, meta_like, (inputs, kwargs))
-    names = _argument_names(signature, args, kwargs)
+    names = argument_names(model, args, kwargs)
+    is_lm = hugging_face.is_causal_lm(model)
     if is_lm:
-        _check_token_ids(args, kwargs)
+        check_token_ids(args, kwargs)
     has_loss = is_lm and any(name == "labels" for name in names)
     return _Call(args, kwargs, names, "loss" if has_loss else "logits" if is_lm else "output", is_lm)
-
-
-def check_arguments(inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Tensors, numbers, bools and None can be planned with, in any nesting; text only as an option with a name.
-
-    Raises:
-        UsageError: a leaf is something else; the message says which.
-    """
-    named = [(f"input {i}", "inputs", x) for i, x in enumerate(inputs)]
-    named += [(f"keyword input {name!r}", "kwargs", x) for name, x in kwargs.items()]
-    for name, at, value in named:
-        for leaf in pytree.tree_leaves(value):
-            is_option = isinstance(leaf, str) and (at == "kwargs" or leaf is not value)
-            if not isinstance(leaf, _PLAIN) and not is_option:
-                raise UsageError(
-                    f"{name} {'is' if leaf is value else 'holds'} a {type(leaf).__name__}, not a tensor",
-                    at=at,
-                    do="pass tensors, real or meta; None and plain numbers pass as they are",
-                )
-
-
-def _argument_names(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
-    """A name for each leaf of the arguments: "x", "batch.0", "options.mask"."""
-    parameters = list(signature.parameters.values())[1:]
-    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
-    names = [positional[i] if i < len(positional) else f"{rest}.{i - len(positional)}" for i in range(len(args))]
-    named = [*zip(names, args, strict=True), *kwargs.items()]
-    return tuple(leaf for name, value in named for leaf in _leaf_names(name, value))
-
-
-def _leaf_names(name: str, value: Any) -> list[str]:
-    """The name of each leaf of a nested value, by its path."""
-    paths = [path for path, _ in pytree.tree_flatten_with_path(value)[0]]
-    return [".".join([name, *(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)]) for path in paths]
-
-
-def _check_token_ids(inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Token ids and labels are integers [batch, seq]; a list of numbers is no tensor."""
-    named = [*zip(("input_ids", "labels"), inputs, strict=False), *kwargs.items()]
-    for i, (name, value) in enumerate(named):
-        if name in ("input_ids", "labels") and value is not None and not isinstance(value, Tensor):
-            place = f"inputs[{i}]" if i < len(inputs) else f"kwargs[{name!r}]"
-            raise UsageError(
-                f"{place} is a {type(value).__name__}, not a tensor of token ids",
-                at="inputs" if i < len(inputs) else "kwargs",
-                do="pass integers [batch, seq], such as torch.empty(8, 2048, dtype=torch.int64, device='meta')",
-            )
-        is_ids = name in ("input_ids", "labels") and isinstance(value, Tensor)
-        if is_ids and (value.is_floating_point() or value.ndim != 2):
-            raise UsageError(
-                f"{name} is {value.dtype} {list(value.shape)}, not integers [batch, seq]",
-                at="inputs" if i < len(inputs) else "kwargs",
-                do="pass token ids",
-            )
 
 
 def _prepare_hugging_face(model: nn.Module, call: _Call) -> None:
@@ -248,10 +190,6 @@ class _Trace:
         self.dropout_cure = attention_dropout_cure(model)
         replace_calls(self.captured, self.module_of, self.dropout_cure)
 
-    def shorten(self) -> Stack | None:
-        """Cuts repeated blocks out of dynamo's graph; None and nothing cut where there are none."""
-        return shorten(self.captured.graph, self.module_of, aliases_of(self.model), self.prefix)
-
     def joint(self) -> Graph:
         """The plain joint graph of dynamo's graph as it stands."""
         # The joint forward and backward graph, each input and output described (2.11 to 2.14).
@@ -263,6 +201,14 @@ class _Trace:
                 stack, self.captured, self.args, self.kwargs, decompositions=_decompositions()
             )
         return _plain_graph(joint, self.model, self.call, self.prefix, self.module_of)
+
+
+def _checkpoint_notes(root: fx.GraphModule) -> tuple[str, ...]:
+    """What is said of `torch.utils.checkpoint` in the model, through a wrapper or by itself."""
+    graphs = [module.graph for module in root.modules() if isinstance(module, fx.GraphModule)]
+    if any(str(node.target) == "tag_activation_checkpoint" for graph in graphs for node in graph.nodes):
+        return ("activation checkpointing in the model is left out: recompute= says what backward makes again",)
+    return ()
 
 
 def _check_returned(returned: Any, model: nn.Module) -> None:
@@ -325,7 +271,7 @@ def _plain_graph(joint: Any, model: nn.Module, call: _Call, prefix: str, module_
 def _result_names(spec: Any, name: str) -> list[str]:
     if spec.is_leaf():
         return [name]
-    paths = _leaf_names("", pytree.tree_unflatten(range(spec.num_leaves), spec))
+    paths = leaf_names("", pytree.tree_unflatten(range(spec.num_leaves), spec))
     return [path.removeprefix(".") for path in paths]
 
 

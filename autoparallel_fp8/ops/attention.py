@@ -5,7 +5,8 @@
 
 q [b, hq, s, d], k [b, hkv, t, d], v [b, hkv, t, dv] with hq a multiple of hkv (head i of q reads head i // (hq / hkv)
 of k and v), mask broadcastable to [b, hq, s, t] (bool: True attends; else added). out [b, hq, s, dv] lies in memory as
-a transposed [b, s, hq, dv], as flash attention leaves it; so do the gradients. logsumexp [b, hq, s] is float32.
+a transposed [b, s, hq, dv], as flash attention leaves it; so do the gradients. logsumexp [b, hq, s] is float32, or
+float64 where q is.
 A causal op masks key j from query i where j > i, whatever s and t, as `scaled_dot_product_attention` does.
 
 CUDA runs flash attention where it can; everything else runs the formulas in float32.
@@ -107,7 +108,7 @@ def attention_fake(q: Tensor, k: Tensor, v: Tensor, *unused: Any) -> tuple[Tenso
     """Empty results of any attention op."""
     batch, heads, length, _ = q.shape
     out = q.new_empty((batch, length, heads, v.shape[-1])).transpose(1, 2)
-    return out, q.new_empty((batch, heads, length), dtype=torch.float32)
+    return out, q.new_empty((batch, heads, length), dtype=_computed_in(q))
 
 
 @attention_backward.register_fake
@@ -148,9 +149,13 @@ attention.register_autograd(
 # ---- the formulas' parts; scores are [b, hkv, hq / hkv, s, t] -----------------------------------------------------
 
 
+def _computed_in(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
 def raw_scores(q: Tensor, k: Tensor, scale: float | None) -> Tensor:
     """Scaled scores in float32 (float64 for float64)."""
-    compute = torch.float64 if q.dtype == torch.float64 else torch.float32
+    compute = _computed_in(q)
     grouped = q.to(compute).unflatten(1, (k.shape[1], q.shape[1] // k.shape[1]))
     return torch.einsum("bhgsd,bhtd->bhgst", grouped, k.to(compute)) * _scale_of(q, scale)
 
@@ -171,7 +176,7 @@ def attend(scores: Tensor, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out and logsumexp of masked scores."""
     logsumexp = torch.logsumexp(scores, -1)
     out = torch.einsum("bhgst,bhtd->bhgsd", _weights(scores, logsumexp), v.to(scores.dtype))
-    return _heads_inside(out.flatten(1, 2).to(q.dtype)), logsumexp.flatten(1, 2).to(torch.float32)
+    return _heads_inside(out.flatten(1, 2).to(q.dtype)), logsumexp.flatten(1, 2)
 
 
 def grad_scores_of(

@@ -34,7 +34,8 @@ def grouped_mm_formula(
 ) -> Tensor:
     """`aten._grouped_mm`."""
     _check_plain(bias)
-    return _grouped(a.to(torch.float32), b.to(torch.float32), offs).to(out_dtype or a.dtype)
+    wide = torch.promote_types(a.dtype, torch.float32)
+    return _grouped(a.to(wide), b.to(wide), offs).to(out_dtype or a.dtype)
 
 
 def scaled_grouped_mm_formula(
@@ -57,7 +58,8 @@ def scaled_grouped_mm_formula(
         else:
             made = _grouped(_dequantised_tokens(a, scale_a, offs), _dequantised_weights(b, scale_b), offs)
     else:
-        made = _grouped(a.to(torch.float32), b.to(torch.float32), offs) * _factors(a, b, scale_a, scale_b, offs)
+        wide = torch.promote_types(out_dtype or torch.float32, torch.float32)
+        made = _grouped(a.to(wide), b.to(wide), offs) * _factors(a, b, scale_a, scale_b, offs)
     return made.to(out_dtype or torch.bfloat16)
 
 

@@ -24,17 +24,18 @@ from autoparallel_fp8.ops.scale_tiles import to_tiles
 from autoparallel_fp8.ops.to_mx import BLOCK_SIZE, from_mx
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-_RESULTS = (torch.bfloat16, torch.float16, torch.float32)
+_RESULTS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def mx_mm_formula(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """The product of the dequantised operands in float32, cast to `out_dtype`.
+    """The product of the dequantised operands in float32 (float64 where that comes out), cast to `out_dtype`.
 
     Raises:
         UsageError: dtypes or shapes are not those of an MX product.
     """
     _check(a, b, scale_a, scale_b, out_dtype)
-    return torch.mm(from_mx(a, scale_a, 1, torch.float32), from_mx(b, scale_b, 0, torch.float32)).to(out_dtype)
+    wide = torch.promote_types(out_dtype, torch.float32)
+    return torch.mm(from_mx(a, scale_a, 1, wide), from_mx(b, scale_b, 0, wide)).to(out_dtype)
 
 
 mx_mm = torch.library.custom_op("autoparallel_fp8::mx_mm", mx_mm_formula, mutates_args=())

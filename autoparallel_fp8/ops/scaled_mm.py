@@ -71,16 +71,17 @@ def _product(
     out_dtype: torch.dtype | None,
 ) -> Tensor:
     factors = [(scale_a, scales[0]), (scale_b, scales[1])]
-    rows = [values_of(a), values_of(b.t())]
+    wide = torch.promote_types(out_dtype or torch.float32, torch.float32)
+    rows = [values_of(a).to(wide), values_of(b.t()).to(wide)]
     for i, (scale, how) in enumerate(factors):
         if how.recipe not in (TENSORWISE, ROWWISE):
             rows[i] = rows[i] * block_factors(scale[0], how, rows[i].shape[0], rows[i].shape[1])
-            rows[i] = rows[i] * scale[1].to(torch.float32) if how.has_second else rows[i]
+            rows[i] = rows[i] * scale[1].to(wide) if how.has_second else rows[i]
     product = torch.mm(rows[0], rows[1].t())
     for scale, how in factors:
         if how.recipe in (TENSORWISE, ROWWISE):
             product = product * (scale[0].reshape(()) if how.recipe == TENSORWISE else scale[0])
-    product = product if bias is None else product + bias.to(torch.float32)
+    product = product if bias is None else product + bias.to(wide)
     return product.to(out_dtype or a.dtype)
 
 

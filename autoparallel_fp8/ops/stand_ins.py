@@ -32,3 +32,11 @@ def stand_in(op: Any) -> Any:
     torchao's ops are known by name, so that it need not be imported.
     """
     return STAND_INS.get(op) or FORMULAS.get(str(op), op)
+
+
+def kernels_of(device: torch.device) -> Callable[[Any], Any]:
+    """op -> what runs in its place on a device: the kernel where there is one, else its formula."""
+    if device.type != "cuda":
+        return stand_in
+    has_float8 = torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 9)
+    return (lambda op: op) if has_float8 else stand_in

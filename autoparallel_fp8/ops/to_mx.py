@@ -40,6 +40,7 @@ class _Element(NamedTuple):
 
 _ELEMENTS = {torch.float8_e4m3fn: _Element(448.0, 8), torch.float8_e5m2: _Element(57344.0, 15)}
 SOURCES = (torch.float32, torch.bfloat16)
+_TAKEN = (*SOURCES, torch.float64)  # a plan is verified in float64
 
 
 def to_mx_formula(
@@ -100,7 +101,7 @@ def _rceil(x: Tensor, largest: Tensor, element: _Element) -> tuple[Tensor, Tenso
 
 def _check(x: Tensor, elem_dtype: torch.dtype, block_size: int, axis: int, scaling_mode: str) -> int:
     """The axis counted from the front."""
-    if x.dtype not in SOURCES:
+    if x.dtype not in _TAKEN:
         raise UsageError(f"to_mx casts from {_names(SOURCES)}, not {x.dtype}", at="x", do="cast x first")
     if elem_dtype not in _ELEMENTS:
         raise UsageError(f"to_mx has no elements of {elem_dtype}", at="elem_dtype", do=f"use {_names(_ELEMENTS)}")

@@ -27,11 +27,11 @@ _LEAST = 1e-12
 def _quantised(x: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(data, reciprocal scales) of blocks of rows x columns; the last row of blocks need not be full."""
     missing = -x.shape[0] % rows
-    padded = torch.nn.functional.pad(x, (0, 0, 0, missing)).to(torch.float32)
+    padded = torch.nn.functional.pad(x, (0, 0, 0, missing)).to(torch.promote_types(x.dtype, torch.float32))
     blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
     largest = blocks.abs().amax((1, 3), keepdim=True).clamp(min=_LEAST).to(torch.float64)
     most = torch.finfo(dtype).max
-    scale = (most / largest).to(torch.float32)
+    scale = (most / largest).to(torch.promote_types(x.dtype, torch.float32))
     data = (blocks * scale).clamp(-most, most).reshape(padded.shape)[: x.shape[0]].to(dtype)
     return data, 1.0 / scale[:, 0, :, 0]
 
@@ -83,8 +83,9 @@ def gemm_1x128_128x1(
 ) -> Tensor:
     """a [m, k] x b [k, n], scaled by a_s [m, k / block] and b_s [k / block, n]."""
     k = a.shape[1]
-    left = a.to(torch.float32) * a_s.repeat_interleave(block_size, 1)[:, :k]
-    right = b.to(torch.float32) * b_s.repeat_interleave(block_size, 0)[:k]
+    wide = torch.promote_types(out_dtype, torch.float32)
+    left = a.to(wide) * a_s.repeat_interleave(block_size, 1)[:, :k]
+    right = b.to(wide) * b_s.repeat_interleave(block_size, 0)[:k]
     return torch.mm(left, right).to(out_dtype)
 
 

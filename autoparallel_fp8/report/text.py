@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from ..plan import CollectivePlan, ParameterPlan, Plan
+from ..plan_text import fold, numbers_of, pattern_of, placement_text
 
 
 def format_plan(plan: Plan) -> str:
     """The whole plan as printed by `print(plan)`; repeated layers are folded into one line."""
     parts = [
         format_head(plan),
+        format_inputs(plan),
         format_parameters(plan),
         format_collectives(plan),
         format_memory(plan),
@@ -42,22 +43,28 @@ def format_head(plan: Plan) -> str:
     )
 
 
+def format_inputs(plan: Plan) -> str:
+    """Which rows of each input a rank works on; ranks along an axis with R must have the same."""
+    placed = [f"{node.name} {node.output[0]}" for node in plan.nodes if node.op == "input"]
+    return f"inputs lie as ({', '.join(plan.mesh)}): {'; '.join(placed)}" if placed else ""
+
+
 def format_parameters(plan: Plan) -> str:
     """One line a parameter; layers with the same line are folded, `layers.{0-31}.mlp.up_proj.weight`."""
     rows = [("parameter", "shape", "dtype", f"placement ({', '.join(plan.mesh)})", "local", "why")]
-    folded: dict[tuple[str, ParameterPlan], list[list[int]]] = {}
+    folded: dict[tuple[str, ParameterPlan], list[tuple[int, ...]]] = {}
     names: dict[tuple[str, ParameterPlan], str] = {}
     for name, parameter in plan.parameters.items():
-        key = (re.sub(r"\d+", "#", name), _hashable(parameter))
-        folded.setdefault(key, []).append([int(n) for n in re.findall(r"\d+", name)])
+        key = (pattern_of(name), _hashable(parameter))
+        folded.setdefault(key, []).append(numbers_of(name))
         names.setdefault(key, name)
     for (pattern, parameter), numbers in folded.items():
         rows.append(
             (
-                _fold(pattern, numbers),
+                fold(pattern, numbers),
                 _shape(parameter.shape),
-                _short(parameter.dtype),
-                ", ".join(parameter.placements) + _order(parameter),
+                short_dtype(parameter.dtype),
+                placement_text(parameter.placements, dict(parameter.split)),
                 _shape(parameter.local_shape),
                 parameter.why,
             )
@@ -76,7 +83,7 @@ def format_collectives(plan: Plan) -> str:
     for (kind, axis, dtype, hidden), items in sorted(groups.items(), key=lambda g: -sum(c.us for c in g[1])):
         total = sum(c.bytes for c in items)
         rows.append(
-            (kind.replace("_", "-"), axis, _short(dtype), str(len(items)), format_bytes(total),
+            (kind.replace("_", "-"), axis, short_dtype(dtype), str(len(items)), format_bytes(total),
              format_us(sum(c.us for c in items)), "yes" if hidden else "no")
         )  # fmt: skip
     text = format_table(rows)
@@ -145,37 +152,14 @@ def _hashable(parameter: ParameterPlan) -> ParameterPlan:
     return replace(parameter, split=tuple((d, tuple(axes)) for d, axes in parameter.split.items()))  # type: ignore[arg-type]
 
 
-def _order(parameter: ParameterPlan) -> str:
-    """Which axis is the major one, where two split one dim."""
-    split = dict(parameter.split)
-    notes = [f"dim {dim} by {' then '.join(axes)}" for dim, axes in split.items() if len(axes) > 1]
-    return f" ({'; '.join(notes)})" if notes else ""
-
-
-def _fold(pattern: str, numbers: Iterable[Sequence[int]]) -> str:
-    """`layers.#.w` and [[0], [1], [2]] -> `layers.{0-2}.w`."""
-    columns = list(zip(*numbers, strict=True))
-    for column in columns:
-        values = sorted(set(column))
-        pattern = pattern.replace("#", _ranges(values), 1)
-    return pattern
-
-
-def _ranges(values: Sequence[int]) -> str:
-    if len(values) == 1:
-        return str(values[0])
-    runs: list[list[int]] = []
-    for value in values:
-        if runs and value == runs[-1][1] + 1:
-            runs[-1][1] = value
-        else:
-            runs.append([value, value])
-    return "{" + ",".join(f"{a}-{b}" if a != b else str(a) for a, b in runs) + "}"
-
-
 def _shape(shape: Sequence[int]) -> str:
     return "[" + ", ".join(map(str, shape)) + "]"
 
 
-def _short(dtype: str) -> str:
+def short_dtype(dtype: str) -> str:
+    """As the plan's tables name a dtype.
+
+    >>> short_dtype("bfloat16")
+    'bf16'
+    """
     return {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "float64": "fp64"}.get(dtype, dtype)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def format_verification(result: Verification) -> str:
     """The verdict, then a line a tensor, those beyond the bound marked."""
-    wrong = [one for one in result.compared if one.error > result.bound]
+    wrong = [one for one in result.compared if not one.is_ok]
     verdict = (
         f"{len(wrong)} of {len(result.compared)} tensors are WRONG"
         if wrong
@@ -21,9 +21,10 @@ def format_verification(result: Verification) -> str:
     whole, small = result.largest_shrunk
     head = (
         f"{verdict}\n{result.num_ranks} ranks in one process; largest tensor {whole} -> {small} elements; "
-        f"bound {result.bound:g}: {result.reason}\n"
+        f"{result.reason}\n"
     )
-    rows = [("kind", "tensor", "shape", "error", "")]
+    rows = [("kind", "tensor", "shape", "error", "bound", "")]
     for one in result.compared:
-        rows.append((one.kind, one.name, str(list(one.shape)), f"{one.error:.1e}", "WRONG" if one in wrong else ""))
+        errors = f"{one.error:.1e}", f"{one.bound:.1e}", "" if one.is_ok else "WRONG"
+        rows.append((one.kind, one.name, str(list(one.shape)), *errors))
     return f"{head}\n{format_table(rows)}"

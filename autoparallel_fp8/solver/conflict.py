@@ -83,6 +83,13 @@ def without_options(problem: Problem) -> tuple[str, ...]:
     return tuple(neighbours[:MAX_NAMES]) or _without_options(forbidden)
 
 
+def is_impossible(problem: Problem) -> bool:
+    """Whether restrictions alone leave a variable without an option on some edge; rows are not looked at."""
+    net = Network(forbid_restricted(problem))
+    drop_impossible(net, net.watch())
+    return net.dead is not None
+
+
 def _without_options(problem: Problem) -> tuple[str, ...]:
     """The variable that arc consistency leaves without options, or the variables that presolve is left with."""
     net = Network(problem)

@@ -20,6 +20,8 @@ from ..problem import Array, Problem
 
 Index = npt.NDArray[np.int64]
 
+MANY = 8  # edges of one table in a batch that are handled together rather than beside others of that shape
+
 
 @dataclass(frozen=True)
 class _Group:
@@ -48,11 +50,12 @@ class Dual:
 
     Attributes:
         theta: cost of each option of each variable after moving, one after the other; `start[v]` is where v begins.
-        order: the variables as a sweep visits them.
+        order: the variables as a sweep visits them; by default in batches of equal roles, else in those given, each
+            without edges inside.
         moved: for each edge the moved costs of its u end, then of its w end; `ends[e]` says where the two begin.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, batches: list[list[int]] | None = None) -> None:
         self.problem = problem
         sizes = [len(cost) for cost in problem.costs]
         self.start = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
@@ -61,7 +64,8 @@ class Dual:
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         self.moved: Array = np.zeros(int(offsets[-1]))
         self.ends = offsets[:-1].reshape(-1, 2)
-        batches = order_in_batches(problem)
+        self._has_given_batches = batches is not None
+        batches = order_in_batches(problem) if batches is None else batches
         self.order = [v for batch in batches for v in batch]
         self._passes = self._plan(batches)
 
@@ -72,11 +76,20 @@ class Dual:
                 self._visit(batch)
 
     def _visit(self, batch: _Batch) -> None:
+        self.collect(batch)
+        self.spread(batch)
+
+    def collect(self, batch: _Batch) -> None:
+        """Take what the edges on one side can give."""
         theta, moved = self.theta, self.moved
         for group in batch.collect:
             gained = (group.tables - moved[group.other][:, :, None]).min(axis=1)
             np.add.at(theta, group.variable, gained - moved[group.own])
             moved[group.own] = gained
+
+    def spread(self, batch: _Batch) -> None:
+        """Hand it on over the edges on the other side."""
+        theta, moved = self.theta, self.moved
         for group in batch.spread:
             moved[group.own] -= group.weight * theta[group.variable]
         for positions, share in batch.keep:
@@ -132,11 +145,21 @@ class Dual:
         )
 
     def _make_groups(self, ends: list[tuple[int, int, int]], weights: dict[int, float]) -> list[_Group]:
-        by_shape: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+        by_table: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
         for v, e, end in ends:
-            table = self.problem.tables[self.problem.edges[e].table]
-            by_shape.setdefault(table.shape if end else table.shape[::-1], []).append((v, e, end))
-        return [self._make_group(shape, members, weights) for shape, members in by_shape.items()]
+            by_table.setdefault((self.problem.edges[e].table, end), []).append((v, e, end))
+        groups: dict[object, list[tuple[int, int, int]]] = {}
+        for (number, end), members in by_table.items():
+            is_own_group = self._has_given_batches and len(members) >= MANY  # one table for all, or a copy for each
+            key = (number, end, "table") if is_own_group else self._shape_of(members[0])
+            groups.setdefault(key, []).extend(members)
+        return [self._make_group(self._shape_of(members[0]), members, weights) for members in groups.values()]
+
+    def _shape_of(self, member: tuple[int, int, int]) -> tuple[int, int]:
+        """Options of the other end, options of the own end."""
+        _, e, end = member
+        n, m = self.problem.tables[self.problem.edges[e].table].shape
+        return (n, m) if end else (m, n)
 
     def _make_group(
         self, shape: tuple[int, int], members: list[tuple[int, int, int]], weights: dict[int, float]

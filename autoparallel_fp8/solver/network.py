@@ -34,15 +34,15 @@ class Pool:
         self._flips: dict[int, Array] = {}
         self._memo: dict[Hashable, Any] = {}
 
-    def share(self, array: Array) -> Array:
+    def share(self, array: npt.NDArray[Any], dtype: Any = np.float64) -> npt.NDArray[Any]:
         """The one object that stands for all arrays of this content."""
         if id(array) in self._ids:
             return array
-        array = np.ascontiguousarray(array, dtype=np.float64)
+        array = np.ascontiguousarray(array, dtype=dtype)
         if not array.flags.owndata:
             array = array.copy()
         content = hashlib.blake2b(array.tobytes(), digest_size=16).digest()
-        shared = self._arrays.setdefault((array.shape, content), array)
+        shared = self._arrays.setdefault((array.shape, array.dtype.char, content), array)
         self._ids[id(shared)] = shared
         return shared
 

@@ -13,13 +13,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..problem import Problem, evaluate, row_value
+from ..problem import Problem, evaluate, keeps_rows, row_value
+from .ascent import ascend
 from .descent import descend
 from .dual import Dual
+from .fold import Fold, mixed
 from .narrow import decode
 from .tools import Tools
 
 SWEEPS_PER_PRICE = 5
+SWEEPS_AFTER_LIFT = 3  # one mostly settles it
+FOLDED_GAIN = 1e-5  # share of the bound that a better price may still bring; what layers leave open is more
 MAX_STEPS = 40
 
 
@@ -37,12 +41,16 @@ def priced(problem: Problem, prices: Sequence[float]) -> Problem:
 
 @dataclass(frozen=True)
 class Priced:
-    """A dual of the priced problem at good prices, its bound, and choices met on the way (rows may be broken)."""
+    """A dual of the priced problem at good prices, its bound, and choices met on the way (rows may be broken).
+
+    `is_folded` where they come from the problem's short version (`fold`).
+    """
 
     dual: Dual
     bound: float
     prices: tuple[float, ...]
     candidates: tuple[tuple[int, ...], ...]
+    is_folded: bool = False
 
 
 def find_prices(problem: Problem, tools: Tools) -> Priced:
@@ -74,6 +82,45 @@ def find_prices(problem: Problem, tools: Tools) -> Priced:
     return Priced(dual, dual.bound(), best_prices, tuple(candidates))
 
 
+def find_prices_short(folded: Fold, tools: Tools) -> Priced:
+    """The same for a problem with at most one row, worked out on its short version and lifted.
+
+    What the row holds is counted on all layers. Of the two choices on either side of the best price, some layers take
+    the one and the rest the other.
+    """
+    long = folded.long
+    dual = Dual(replace(folded.short, rows=()))
+    search = _OneRow(long, FOLDED_GAIN) if long.rows else None
+    prices: tuple[float, ...] = (0.0,) * len(long.rows)  # that the dual is at
+    fitting: tuple[tuple[float, ...], tuple[int, ...]] | None = None
+    broken: tuple[int, ...] | None = None
+    for _ in range(MAX_STEPS if search else 1):
+        bound = ascend(dual, tools)
+        guess = folded.lift_choices(descend(dual.problem, decode(dual)))
+        if keeps_rows(long, guess):
+            fitting = (prices, guess)
+        else:
+            broken = guess
+        if search is None:
+            break
+        following = search.step(prices, guess, bound)
+        if tools.is_late or search.is_done:
+            break
+        prices = following
+        dual.replace_costs(priced(folded.short, prices))
+    if fitting and fitting[0] != prices:
+        prices = fitting[0]
+        dual.replace_costs(priced(folded.short, prices))
+        ascend(dual, tools)
+    lifted = folded.lift(dual, priced(long, prices))
+    for _ in range(SWEEPS_AFTER_LIFT):
+        lifted.sweep()
+    candidates = [guess for guess in (broken, fitting and fitting[1]) if guess]
+    if broken and fitting:
+        candidates.append(mixed(folded, broken, fitting[1], lambda choices: keeps_rows(long, choices)))
+    return Priced(lifted, lifted.bound(), prices, tuple(candidates), is_folded=True)
+
+
 def _reprice(dual: Dual, problem: Problem, prices: Sequence[float]) -> None:
     dual.replace_costs(priced(problem, prices))
     for _ in range(SWEEPS_PER_PRICE):
@@ -83,8 +130,8 @@ def _reprice(dual: Dual, problem: Problem, prices: Sequence[float]) -> None:
 class _OneRow:
     """Bisection, from the point where the lines of the last two choices cross."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.row, self.free = problem.rows[0], replace(problem, rows=())
+    def __init__(self, problem: Problem, least_gain: float = 1e-6) -> None:
+        self.row, self.free, self.least_gain = problem.rows[0], replace(problem, rows=()), least_gain
         self.low: tuple[float, float, float] | None = None  # price, cost, excess of the row
         self.high: tuple[float, float, float] | None = None
         self.is_done = False
@@ -105,7 +152,7 @@ class _OneRow:
         crossing = (self.high[1] - self.low[1]) / (self.low[2] - self.high[2])
         width = self.high[0] - self.low[0]
         to_gain = width * min(self.low[2], -self.high[2])  # the bound cannot rise by more between the two
-        self.is_done = width <= 1e-9 * self.high[0] or to_gain <= 1e-6 * abs(bound)
+        self.is_done = width <= 1e-9 * self.high[0] or to_gain <= self.least_gain * abs(bound)
         if not self.low[0] + 0.1 * width < crossing < self.high[0] - 0.1 * width:
             crossing = self.low[0] + 0.5 * width
         return (crossing,)

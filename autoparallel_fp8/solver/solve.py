@@ -26,11 +26,12 @@ import numpy.typing as npt
 
 from ..errors import SolveError, UsageError
 from ..problem import Array, Problem, Row, Solution, evaluate
+from .ascent import LAST_GAIN, ascend
 from .conflict import find_conflict, without_costs
 from .dual import Dual
 from .narrow import narrow
 from .presolve import forbid_restricted
-from .search import LAST_GAIN, ascend, conclude, infeasible, search
+from .search import bound_only, conclude, infeasible, search
 from .tools import Outcome, Tools
 
 Index = npt.NDArray[np.int64]
@@ -46,37 +47,54 @@ def solve(
     time_limit: float | None = None,
     program_seconds: float = 60.0,
     solver: str = "highs",
+    with_conflict: bool = True,
     progress: Callable[[str], None] | None = None,
 ) -> Solution:
     """The best choices found and what is proven about them.
 
-        Args:
-            problem: anything that `Problem.check` accepts.
-            time_limit: seconds; at the limit the best choices in hand come back with their bound.
-            program_seconds: without a time limit, how long one integer program may run before its gap is left open.
-            solver: "highs", or "cbc" for PuLP's own.
-            progress: called with a line of text when a phase begins.
+    Args:
+        problem: anything that `Problem.check` accepts.
+        time_limit: seconds; at the limit the best choices in hand come back with their bound.
+        program_seconds: without a time limit, how long one integer program may run before its gap is left open.
+        solver: "highs", or "cbc" for PuLP's own.
+        with_conflict: where nothing is allowed, look for what cannot hold together.
+        progress: called with a line of text when a phase begins.
 
-        Raises:
-            UsageError: no such solver, or a time limit that is not positive.
-            SolveError: the solver is not installed or failed.
+    Raises:
+        UsageError: no such solver, or a time limit that is not positive.
+        SolveError: the solver is not installed or failed.
 
-        Example:
-            >>> import numpy as np
-    import numpy.typing as npt
-            >>> from autoparallel_fp8.problem import Problem
-            >>> solve(Problem(("a",), (np.array([3.0, 2.0]),), (), ()))
-            Solution(choices=(1,), objective=2.0, lower_bound=2.0, status='optimal', conflict=())
+    Example:
+        >>> import numpy as np
+        >>> from autoparallel_fp8.problem import Problem
+        >>> solve(Problem(("a",), (np.array([3.0, 2.0]),), (), ()))
+        Solution(choices=(1,), objective=2.0, lower_bound=2.0, status='optimal', conflict=())
     """
     if time_limit is not None and not time_limit > 0:
         raise UsageError(
             f"time limit of {time_limit} s", at="time_limit", do="give a positive number of seconds, or None"
         )
-    tools = Tools(_runner(solver), say=progress or (lambda text: None))
+    tools = Tools(program_runner(solver), say=progress or (lambda text: None))
     tools = replace(tools, program_seconds=program_seconds) if time_limit is None else tools.within(time_limit)
     tools.say(f"presolve: {problem.num_variables} variables, {problem.num_options} options, {problem.num_pairs} pairs")
     solution = _search(problem, tools)
-    return infeasible(_find_conflict(problem, tools)) if solution.status == "infeasible" else solution
+    if solution.status == "infeasible" and with_conflict:
+        return infeasible(_find_conflict(problem, tools))
+    return solution
+
+
+def bound(problem: Problem, *, time_limit: float | None = None) -> Solution:
+    """A lower bound and choices near it, in a part of the time of `solve` and without its program.
+
+    Args:
+        problem: as `solve` takes it.
+        time_limit: seconds, after which the bound stays where it is.
+
+    Returns:
+        Choices that may break rows and their objective without rows; status "infeasible" where that shows at once.
+    """
+    tools = Tools(program_runner("highs"), deadline=math.inf if time_limit is None else time.monotonic() + time_limit)
+    return bound_only(forbid_restricted(problem), tools)
 
 
 def _search(problem: Problem, tools: Tools) -> Solution:
@@ -127,7 +145,7 @@ def solve_larger(
     kept = _possible_options(first)
     first, second = _only(first, kept), _only(second, kept)
     mixed = mix(first, second, weight)
-    tools = Tools(_runner(solver), time.monotonic() + seconds, seconds, lambda text: None)
+    tools = Tools(program_runner(solver), time.monotonic() + seconds, seconds, lambda text: None)
     dual = Dual(replace(mixed, rows=()))
     ascend(dual, tools, LAST_GAIN)
     slack = known - dual.bound()
@@ -204,7 +222,7 @@ def _find_conflict(problem: Problem, tools: Tools) -> tuple[str, ...]:
     return find_conflict(problem, is_possible)
 
 
-def _runner(solver: str) -> Callable[[Problem, float, bool], Outcome]:
+def program_runner(solver: str) -> Callable[[Problem, float, bool], Outcome]:
     def run(problem: Problem, deadline: float, relaxed: bool) -> Outcome:
         return run_ilp(problem, deadline, solver, relaxed=relaxed)
 
