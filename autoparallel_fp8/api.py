@@ -37,6 +37,7 @@ from .memory import memory_row
 from .mesh import Mesh, parse_mesh
 from .mesh_candidates import check_gpus, flat
 from .mesh_ranking import MeshSearch
+from .module_state import State, module_state
 from .overlap import Overlap, is_closed, solve_step
 from .plan import Plan
 from .plan_reading import read_plan
@@ -173,6 +174,7 @@ class AutoParallel:
         self.constraints = Constraints()
         self._say: Progress = progress or (lambda text: None)
         self._graph: Graph | None = None
+        self._captured_state: State = {}
         self._prepared: Prepared | None = None
 
     # ---- constraints ----
@@ -370,7 +372,12 @@ class AutoParallel:
                     mixed_precision=self.settings.mixed_precision,
                 )
                 self._graph = recompute(captured, self.settings.recompute)
+                self._captured_state = module_state(self.model)
         return self._graph
+
+    def is_as_captured(self) -> bool:
+        """Whether the model has the attributes, hooks, submodules and ties that it was captured with."""
+        return self._captured_state in ({}, module_state(self.model))
 
     def space(self) -> Space:
         """The options of every op, made once."""

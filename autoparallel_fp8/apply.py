@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from .capture.arguments import argument_names, bound
 from .errors import ApplyError, UsageError
 from .graph import Ref
+from .in_range import InRange
 from .layout import R
 from .live import Live
 from .local_inputs import LocalInputs, plain_factors
@@ -121,7 +122,8 @@ def apply(
     layouts = {name: written.program.layouts[key] for name, key in planned.keys.get("input", {}).items()}
     inputs = LocalInputs(model, _planned_leaves(live, model), layouts, live.space, device_mesh, rank)
     same_inputs = SameInputs(check_inputs, live.space, rank, over)
-    step = Step(planned, runner_for, inputs, device_mesh, device, seed, same_inputs)
+    in_range = InRange(check_inputs, live.space.graph, f"{type(model).__name__}.forward")
+    step = Step(planned, runner_for, inputs, device_mesh, device, seed, same_inputs, in_range)
     place = _place_of(live, planned, model)
     sizes = live.space.mesh.sizes
     parts = materialize(model, place, sizes, coordinates(sizes)[rank], device=device, seed=seed, init=init)
@@ -134,6 +136,9 @@ def _check_arguments(model: Any, mesh: Any, compile: Any, seed: Any, init: Any, 
     """Each argument is of its type; what the ranks are is looked at later."""
     if not isinstance(model, nn.Module):
         raise UsageError(f"the model is a {type(model).__name__}, not an nn.Module", at="model")
+    if isinstance(model, ParallelModule):
+        do = "call it; for another plan apply that to the model as it was before"
+        raise UsageError("the model is a parallel one already, which a plan was applied to", at="model", do=do)
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         do = "pass torch's DeviceMesh with the plan's axes, or leave it out: one is made of all ranks"
         raise UsageError(f"mesh is a {type(mesh).__name__}", at="mesh", do=do)

@@ -18,6 +18,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import solve_command
+from .cli_options import MESH, add_model_arguments, add_rules_arguments
 from .errors import AutoParallelError, PlanError, ProblemError, UsageError
 from .progress_line import ProgressLine
 
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from .api import AutoParallel
     from .explain import Overview
     from .plan import Plan
-
-_MESH = "dp=8"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="autoparallel-fp8", description="Plan how a PyTorch model is sharded, in bf16 and float8.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
     plan = commands.add_parser("plan", help="make a plan and print it")
-    _add_model_arguments(plan)
+    add_model_arguments(plan)
     plan.add_argument("--json", metavar="FILE", help="write plan.json; - for standard output instead of the table")
     plan.add_argument(
         "--compare",
@@ -103,13 +102,13 @@ def _parser() -> argparse.ArgumentParser:
     explain = commands.add_parser(
         "explain", help="every alternative of a parameter: its cost, or what forbids it; or the next best of each"
     )
-    _add_model_arguments(explain, "a plan file")
+    add_model_arguments(explain, "a plan file")
     explain.add_argument(
         "--parameter", metavar="NAME", help="as the plan has it; without it, a line for each parameter"
     )
     explain.set_defaults(run=_explain)
     verify = commands.add_parser("verify", help="plan, then run every rank in this process against the unsharded model")
-    _add_model_arguments(verify, "a plan file")
+    add_model_arguments(verify, "a plan file")
     verify.set_defaults(run=_verify)
     solve = commands.add_parser(
         "solve",
@@ -135,71 +134,9 @@ def _parser() -> argparse.ArgumentParser:
         help="list the ops that have a rule, or show one: what a mesh may do to it",
         description='Such as: rules _scaled_mm --shapes "16x64:e4m3, 64x576:e4m3:t, 16x1:f32, 1x576:f32" --mesh tp=4',
     )
-    _add_rules_arguments(rules)
+    add_rules_arguments(rules)
     rules.set_defaults(run=_rules)
     return parser
-
-
-def _add_model_arguments(parser: argparse.ArgumentParser, *others: str) -> None:
-    kinds = ", ".join(("a preset", "a config.json", *others))
-    parser.add_argument("model", metavar="MODEL", help=f"{kinds}, or package.module:factory")
-    parser.add_argument("--layers", type=int, metavar="N", help="build the model with N layers")
-    parser.add_argument(
-        "--recipe", help="tensorwise, rowwise, rowwise_with_gw_hp or mxfp8; without it the model stays as it is"
-    )
-    parser.add_argument("--mesh", help=f"axes and sizes, outermost first (default: {_MESH})")
-    parser.add_argument("--gpus", type=int, metavar="N", help="instead of --mesh: the best of all meshes of N GPUs")
-    parser.add_argument("--max-axes", type=int, metavar="K", help="of those meshes, 1 to 3 (default: 2)")
-    parser.add_argument(
-        "--workers", type=int, metavar="W", help="processes that plan them (default: one a core, at most 4)"
-    )
-    parser.add_argument("--device", help="a device profile (see `devices`) or a .toml file")
-    parser.add_argument(
-        "--batch",
-        type=int,
-        help="global batch (default: twice the first axis, with --gpus one a GPU; of images 32 times the first axis)",
-    )
-    parser.add_argument("--seq", type=int, help="sequence length (default: min(8192, the model's maximum))")
-    parser.add_argument(
-        "--memory-limit", metavar="SIZE", help='a device, such as "64 GiB" (default: the device\'s memory)'
-    )
-    parser.add_argument(
-        "--recompute", help="none (default), selective or full: what backward makes again, layer by layer"
-    )
-    parser.add_argument("--scale-scope", help="local (default) or global float8 scales")
-    parser.add_argument(
-        "--emulate", action="store_true", help="plan a recipe without a kernel on the device as emulated"
-    )
-    parser.add_argument(
-        "--mixed-precision", action="store_true", help="fp32 masters, bf16 compute, fp32 gradient reduction"
-    )
-    parser.add_argument("--no-loss", action="store_true", help="leave cross-entropy out of the graph")
-    parser.add_argument(
-        "--pin", action="append", default=[], metavar="NAME=PLACEMENT", help='such as "layers.*.wq.weight=R, S(0)"'
-    )
-    parser.add_argument("--strict", action="store_true", help="an op without a rule is an error")
-    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="for the solver, of all meshes together")
-    parser.add_argument("--quiet", action="store_true", help="no progress")
-    parser.add_argument(
-        "--times", action="store_true", help="print the time of each stage to stderr at the end, in a pipe too"
-    )
-
-
-def _add_rules_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("op", nargs="?", metavar="OP", help="an op's name, such as aten.mm.default, aten.mm or mm")
-    parser.add_argument(
-        "--shapes",
-        default="",
-        metavar="OPERANDS",
-        help="tensors in order, SHAPE[:DTYPE][:ORDER]: 16x64, scalar; bf16 (default), f32, e4m3, i64, ...; t for the "
-        "last two dims swapped in memory, or dims outermost first, such as 021; [a, b] is a list, none leaves one out",
-    )
-    parser.add_argument(
-        "--arg", action="append", default=[], metavar="NAME=VALUE", help="an argument that is no tensor, such as dim=1"
-    )
-    parser.add_argument("--mesh", help="axes and sizes, outermost first (default: dp=8)")
-    parser.add_argument("--device", help="a device profile (see `devices`) or a .toml file (default: H100)")
-    parser.add_argument("--json", action="store_true", help="the answer as JSON")
 
 
 def _planner(options: argparse.Namespace, progress: ProgressLine) -> AutoParallel:
@@ -243,7 +180,7 @@ def _mesh(options: argparse.Namespace) -> tuple[str, int | None]:
     """--mesh or --gpus, which are checked before the model is built."""
     from .mesh_candidates import AUTO, check_gpus, check_whole
 
-    mesh = options.mesh or (_MESH if options.gpus is None else AUTO)
+    mesh = options.mesh or (MESH if options.gpus is None else AUTO)
     gpus = check_gpus(mesh, options.gpus)
     for name, value, most in (("--max-axes", options.max_axes, 3), ("--workers", options.workers, None)):
         if value is not None:
@@ -279,10 +216,14 @@ def _asked(options: argparse.Namespace, progress: ProgressLine) -> tuple[nn.Modu
     from .plan_argument import how_built, plan_in, require_agreement
 
     plan = plan_in(options.model)
+    if plan is None and options.model.endswith(".json") and not os.path.exists(options.model):
+        do = "name a plan file, a config.json, a preset, or package.module:factory"
+        raise UsageError(f"there is no file {options.model}", at="MODEL", do=do)
     if plan is None:
         planner = _planner(options, progress)
         return planner.model, lambda: _optimized(options, planner)[0]
     require_agreement(plan, options)
+    _tell_changed(plan)
     name, layers = how_built(plan, options.model)
     _tell_plugins()
     model = _build(name, layers, plan.settings.get("mixed_precision") is not None, progress)
@@ -318,7 +259,7 @@ def _pin(text: str) -> tuple[str, str]:
 
 
 def _plan(options: argparse.Namespace) -> None:
-    from .plan import check_writable, write_text
+    from .files import check_writable, write_text
     from .plan_argument import built_from, plan_in
 
     files = [file for file in (options.json, options.parallelize) if file]
@@ -402,6 +343,7 @@ def _stored_overview(options: argparse.Namespace) -> Overview | None:
     if plan is None or not plan.alternatives:
         return None
     require_agreement(plan, options)
+    _tell_changed(plan)
     return plan.explain()
 
 
@@ -427,6 +369,8 @@ def _diff(options: argparse.Namespace) -> int:
         first, second = (Plan.load(path) for path in (options.first, options.second))
     except PlanError as error:
         raise UsageError(error.message, at=error.at, do=error.do) from error
+    for plan in (first, second):
+        _tell_changed(plan)
     found = first.diff(second)
     sys.stdout.write(found.to_json() if options.json else f"{found}\n")
     return int(bool(found))
@@ -491,6 +435,14 @@ def _op_options(options: argparse.Namespace) -> None:
         sys.stdout.write(found.to_json())
         return
     print(found)
+
+
+def _tell_changed(plan: Plan) -> None:
+    """Says of a plan file that somebody changed it."""
+    from .plan_checks import CHANGED
+
+    if CHANGED in plan.notes:
+        print(f"note: {CHANGED}", file=sys.stderr)
 
 
 def _tell_plugins() -> None:

@@ -33,7 +33,10 @@ def rank_part(
     Raises:
         UsageError: it is another tensor than the one that was placed.
     """
-    tensor = module.get_parameter(name) if kind == "parameter" else module.get_buffer(name)
+    try:
+        tensor = module.get_parameter(name) if kind == "parameter" else module.get_buffer(name)
+    except AttributeError:
+        _refuse(f"{kind} {name} is gone", "leave parameters and buffers where apply placed them")
     is_placed = isinstance(tensor, DTensor)
     part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if part.dtype != spec.dtype:

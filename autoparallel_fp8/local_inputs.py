@@ -88,6 +88,9 @@ class LocalInputs:
                 at=f"{type(self.model).__name__}.forward",
                 do="pass what shard_inputs(batch) gives, or plain tensors",
             )
+        if isinstance(new, Tensor) and new.is_meta:
+            do = "pass a tensor with values; a meta tensor will do for planning"
+            raise UsageError(f"{name} is on the meta device and has no values", at=name, do=do)
         if isinstance(new, Tensor) and new.requires_grad:
             raise UsageError(
                 f"{name} requires a gradient, and gradients of inputs are not planned", at=name, do="pass x.detach()"

@@ -44,6 +44,14 @@ class Holder(nn.Module):
     register_backward_hook = _refuse_hook
 
 
+class HolderList(Holder, nn.ModuleList):
+    """Of an nn.ModuleList or nn.Sequential: it has a length, numbers and slices."""
+
+
+class HolderDict(Holder, nn.ModuleDict):
+    """Of an nn.ModuleDict: it has keys."""
+
+
 def tensor_lines(module: nn.Module) -> str:
     """The module's own parameters and buffers as text, a line each.
 
@@ -70,7 +78,7 @@ def hang(root: nn.Module, model: nn.Module, tensors: Mapping[str, Tensor]) -> No
     """
     kept = aliases_of(model)
     for prefix, module in model.named_modules(remove_duplicate=False):
-        holder = _holder(root, prefix)
+        holder = _holder(root, model, prefix)
         for name, parameter in module._parameters.items():
             fqn = f"{prefix}.{name}" if prefix else name
             made = None if parameter is None else tensors[kept.get(fqn, fqn)]
@@ -82,11 +90,13 @@ def hang(root: nn.Module, model: nn.Module, tensors: Mapping[str, Tensor]) -> No
             holder.register_buffer(name, None if buffer is None else tensors[kept.get(fqn, fqn)], persistent=is_kept)
 
 
-def _holder(root: nn.Module, path: str) -> nn.Module:
-    holder = root
+def _holder(root: nn.Module, model: nn.Module, path: str) -> nn.Module:
+    holder, module = root, model
     for part in path.split(".") if path else []:
+        module = module.get_submodule(part)
         if part not in holder._modules:
-            holder.add_module(part, Holder())
+            is_list, is_dict = isinstance(module, (nn.ModuleList, nn.Sequential)), isinstance(module, nn.ModuleDict)
+            holder.add_module(part, HolderList() if is_list else HolderDict() if is_dict else Holder())
         holder = holder._modules[part]  # type: ignore[assignment]
     return holder
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree  # what capture flattened the results with; no public name in 2.11
 
+from .errors import UsageError
 from .graph import Graph, Ref, Result
 from .held_tensors import rank_part
+from .in_range import InRange
 from .layout import Layout, R
 from .local_inputs import LocalInputs
 from .materialize import Place
@@ -45,6 +48,29 @@ class ParallelModule(nn.Module):
         self.train(training)
         self._step = step
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            "a parallel model holds process groups, which cannot be pickled",
+            at="ParallelModule",
+            do="save its state_dict() with torch.distributed.checkpoint, and apply the plan again where it is loaded",
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        """A module with tensors of its own, such as for averaged weights."""
+        made = ParallelModule.__new__(ParallelModule)
+        memo[id(self)] = made
+        made.__dict__.update(deepcopy(self.__dict__, memo))
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_ddp_params_and_buffers_to_ignore":  # what DistributedDataParallel asks a module first
+            raise UsageError(
+                "DistributedDataParallel around a parallel model: its plan reduces gradients itself",
+                at="DistributedDataParallel",
+                do="call the parallel model; for another batch axis plan with a larger mesh",
+            )
+        return super().__getattr__(name)
+
     @torch.compiler.disable(reason="a parallel model is one program; plan.apply(model, compile=True) compiles it")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's results, tensors as DTensors.
@@ -54,6 +80,9 @@ class ParallelModule(nn.Module):
                 which.
             ApplyError: another rank was lost, or has other data where it must have the same.
         """
+        if torch.compiler.is_exporting():
+            do = "export the model itself; the plan's graphs run under torchrun alone"
+            raise UsageError("a parallel model is not exported", at="torch.export", do=do)
         return self._step(self, args, kwargs)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
@@ -110,6 +139,7 @@ class Step:
         device: of parameters and inputs.
         seed: of dropout; every call draws from it.
         same_inputs: whether and how ranks compare what they must have alike.
+        in_range: what indices among the inputs may be.
     """
 
     def __init__(
@@ -121,9 +151,11 @@ class Step:
         device: torch.device,
         seed: int,
         same_inputs: SameInputs,
+        in_range: InRange,
     ) -> None:
         self.runner, self.runner_for, self.inputs = runner, runner_for, inputs
-        self.device_mesh, self.device, self.same_inputs = device_mesh, device, same_inputs
+        self.device_mesh, self.device = device_mesh, device
+        self.same_inputs, self.in_range = same_inputs, in_range
         self.seeds = torch.Generator().manual_seed(seed)
         self.runners: dict[Any, Runner] = {}
         layouts, given = runner.written.program.layouts, runner.calls[True].given
@@ -136,7 +168,9 @@ class Step:
         }
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        _refuse_autocast(self.device)
         leaves = self.inputs.leaves(args, kwargs)
+        self.in_range.check(leaves)
         parameters, buffers = (self._held(module, kind) for kind in ("parameter", "buffer"))
         runner = self._runner(args, kwargs, leaves)
         seed = torch.randint(2**63 - 1, (), dtype=torch.int64, generator=self.seeds).to(self.device)
@@ -208,6 +242,16 @@ class Step:
             return part
         made = as_dtensor(part, self.device_mesh, place.layout, place.factors, whole.shape, whole.stride())
         return nn.Parameter(made, requires_grad=whole.requires_grad) if is_parameter else made
+
+
+def _refuse_autocast(device: torch.device) -> None:
+    """The ops of a plan have their dtypes; autocast would change those of some."""
+    if torch.is_autocast_enabled(device.type):
+        raise UsageError(
+            "autocast is on, and the plan says in which dtype each op runs",
+            at="ParallelModule.forward",
+            do="call it outside of autocast; for float32 masters plan with mixed_precision=MixedPrecisionPolicy(...)",
+        )
 
 
 def _meta_like(x: Tensor) -> Tensor:

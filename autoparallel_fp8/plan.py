@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from .errors import PlanError, UsageError
-from .plan_checks import LIVE, NESTED, check_agreement, check_data, check_regrets, check_types
+from .files import check_path, write_text
+from .plan_checks import (
+    CHANGED,
+    LIVE,
+    NESTED,
+    check_agreement,
+    check_data,
+    check_regrets,
+    check_types,
+    digest,
+    is_changed,
+)
 
 if TYPE_CHECKING:
     from .explain import Explanation, Overview
@@ -154,7 +162,8 @@ class Plan:
         data["parameters"] = {name: self._parameter_data(name) for name in self.parameters}
         data["nodes"] = [asdict(node) for node in self.nodes]
         data["collectives"] = [asdict(c) for c in self.collectives]
-        return json.dumps(_rounded(data), indent=1) + "\n"
+        data = _rounded(data)
+        return json.dumps({**data, "digest": digest(data)}, indent=1) + "\n"
 
     def _parameter_data(self, name: str) -> dict[str, Any]:
         data = asdict(self.parameters[name])
@@ -173,7 +182,7 @@ class Plan:
             UsageError: the file cannot be written.
             PlanError: as `with_regrets` raises.
         """
-        _check_path(path)
+        check_path(path)
         write_text(path, (self.with_regrets() if regrets else self).to_json())
 
     def with_regrets(self, model: Any = None) -> Plan:
@@ -199,7 +208,7 @@ class Plan:
             PlanError: no such file, no plan, or of a version this library does not read.
             UsageError: this is no path.
         """
-        _check_path(path)
+        check_path(path)
         try:
             data = json.loads(Path(path).read_text())
         except (OSError, UnicodeDecodeError) as error:
@@ -239,6 +248,9 @@ class Plan:
             if lacking:
                 raise PlanError(f"{name} of the plan lacks {', '.join(lacking)}", at=where, do="plan again")
         check_agreement(plan.parameters, plan.nodes, where)
+        if is_changed(data) and CHANGED not in plan.notes:
+            warnings.warn(CHANGED, stacklevel=3)
+            return replace(plan, notes=(*plan.notes, CHANGED))
         return plan
 
     @overload
@@ -354,64 +366,6 @@ class Plan:
                 warnings.warn(note, stacklevel=3)
         assert restored.live is not None, "a restored plan is live"
         return restored.live
-
-
-def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file whole or not at all.
-
-    Raises:
-        UsageError: it cannot be written.
-    """
-    target = Path(path)
-    try:
-        with _without_signals():
-            handle, temporary = tempfile.mkstemp(dir=target.parent or Path(), prefix=f".{target.name}.")
-            try:
-                with os.fdopen(handle, "w") as file:
-                    file.write(text)
-                os.chmod(temporary, 0o644)
-                os.replace(temporary, target)
-            except OSError:
-                os.unlink(temporary)
-                raise
-    except OSError as error:
-        raise UsageError(
-            f"cannot write {target}: {error.strerror}", do="name a file in a folder that can be written"
-        ) from error
-
-
-@contextmanager
-def _without_signals() -> Iterator[None]:
-    """Interrupts and terminations wait until the block is done, so that it leaves nothing half done."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def check_writable(path: str | os.PathLike[str]) -> None:
-    """Fail now rather than after the work: the folder exists, takes files, and the path is no folder.
-
-    Raises:
-        UsageError: as `write_text` would.
-    """
-    target = Path(path)
-    folder = target.parent
-    reason = None
-    if target.is_dir():
-        reason = "it is a folder"
-    elif not folder.is_dir():
-        reason = f"there is no folder {folder}"
-    elif not os.access(folder, os.W_OK) or (target.exists() and not os.access(target, os.W_OK)):
-        reason = "it may not be written"
-    if reason:
-        raise UsageError(f"cannot write {target}: {reason}", do="name a file in a folder that can be written")
-
-
-def _check_path(path: Any) -> None:
-    if not isinstance(path, (str, os.PathLike)):
-        raise UsageError(f"the path is a {type(path).__name__}", at="path", do='name a file, such as "plan.json"')
 
 
 def _rounded(value: Any) -> Any:

@@ -5,6 +5,8 @@ A parameter's layout stands in `parameters`, for people and for `to_parallelize`
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
 from functools import cache
@@ -17,6 +19,7 @@ LIVE = {"live"}
 NESTED = {"alternatives"}
 """Fields that a file has inside of `parameters`, where they were asked for."""
 
+CHANGED = "the plan file was changed after it was saved: what it says need not be what was planned"
 _EDITED = "the file was edited: plan again, and ask for a layout with pin(name, placement)"
 
 
@@ -45,6 +48,17 @@ def check_data(data: Any, record: type, version: int, where: str) -> None:
         held = items.values() if isinstance(items, dict) else items if isinstance(items, list) else ()
         if not isinstance(items, kind) or not all(isinstance(item, dict) for item in held):
             raise PlanError(f"{name} of the plan is no {shown} of mappings", at=where, do="plan again")
+
+
+def digest(data: Mapping[str, Any]) -> str:
+    """Of a plan as JSON has it, whatever its order and spaces; without the digest itself."""
+    rest = {key: value for key, value in data.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def is_changed(data: Mapping[str, Any]) -> bool:
+    """Whether a file says what it did not say when it was saved; one without a digest does not tell."""
+    return data.get("digest", digest(data)) != digest(data)
 
 
 def check_agreement(parameters: Mapping[str, Any], nodes: Iterable[Any], where: str) -> None:

@@ -25,6 +25,7 @@ from .graph import Graph, dtype_name
 from .input_text import describe_inputs, parse_inputs
 from .mesh import parse_mesh
 from .plan import Plan
+from .plan_checks import CHANGED
 from .plan_text import numbers_of, pattern_of
 from .problem import evaluate
 from .progress import Progress
@@ -33,6 +34,7 @@ from .settings import recall
 
 _CHOSEN = ("objective_us", "step_time_us", "memory_bytes", "parameters", "nodes", "collectives")
 """What two plans of one graph share where they are the same plan at the same prices."""
+_FILE_CHANGED = "the file was changed after it was saved"
 
 
 def restore(
@@ -65,14 +67,15 @@ def restore(
     _require_parameters(plan, model)
     planner = _planner(plan, model, inputs, kwargs, mesh, device, time_limit, progress)
     if fingerprint(planner.graph()) != plan.graph:
-        return _planned_again(plan, planner, f"made for another graph ({', '.join(_differences(plan, planner))})")
+        others = f"made for another graph ({', '.join(_differences(plan, planner))})"
+        return _planned_again(plan, planner, _FILE_CHANGED if CHANGED in plan.notes else others)
     restored = _same(plan, planner)
     if restored is not None:
         return restored
     name = first_unknown(plan, planner.space()) or "together"
-    return _planned_again(
-        plan, planner, f"the file's layouts are no options here ({name}): it was edited, or rules are others now"
-    )
+    others = "rules are others than when it was made"
+    cause = _FILE_CHANGED if CHANGED in plan.notes else others
+    return _planned_again(plan, planner, f"the file's layouts are no options here ({name}): {cause}")
 
 
 def with_inputs(plan: Plan, inputs: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Plan:
@@ -177,13 +180,12 @@ def _same(plan: Plan, planner: AutoParallel) -> Plan | None:
         return replace(plan, live=made.live)
     changed = [name for name in _CHOSEN if not _is_close(getattr(made, name), getattr(plan, name))]
     made = planner.plan_of(choices, overlap)
-    note = (
-        f"priced again: {made.objective_us:.6g} us, where the file says {plan.objective_us:.6g} us; "
-        "the device's profile or the costs are others than when it was made"
-    )
+    others = "the device's profile or the costs are others than when it was made"
+    cause = _FILE_CHANGED if CHANGED in plan.notes else others
+    note = f"priced again: {made.objective_us:.6g} us, where the file says {plan.objective_us:.6g} us; " + cause
     if "objective_us" not in changed:
         what = " and ".join(changed)
-        note = f"{what} of the file are not what its layouts give, and are made anew: it was edited, or costs differ"
+        note = f"{what} of the file are not what its layouts give, and are made anew: {cause}"
     return replace(made, settings=plan.settings, notes=(*made.notes, note))
 
 

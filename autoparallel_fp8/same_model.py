@@ -1,4 +1,4 @@
-"""Whether a model is the one that a live plan was made for: the very object, or one that captures to the same graph.
+"""Whether a model is the one that a live plan was made for: that object as it was, or one of the same graph.
 
 A plan holds ops and constants, and of the model that it is applied to only tensors are taken. So what the model
 computes has to be looked at too: another epsilon or one more layer would else be left out without a word.
@@ -19,7 +19,7 @@ from .materialize import tensor_of
 
 
 def require_same_model(live: Live, model: nn.Module) -> None:
-    """The model computes, has and trains what the planned one does; another object is captured again for it.
+    """The model computes, has and trains what the planned one did; what may not is captured again for it.
 
     Raises:
         PlanError: it does not; the message names the first difference.
@@ -30,11 +30,13 @@ def require_same_model(live: Live, model: nn.Module) -> None:
     planned = live.planner.model
     for text in _tensor_differences(live.space.graph, planned, model):
         raise _other(text, model)
-    if model is planned:
+    if model is planned and live.planner.is_as_captured():
         return
     for text in graph_differences(live.space.graph, live.planner.with_model(model).graph()):
         do = "pass the model that the plan was made for, or plan this one"
-        if model.training != planned.training:
+        if model is planned:
+            do = "it was changed after planning: change it back, or plan it again"
+        elif model.training != planned.training:
             do = "call train() or eval() on it, as on the planned one; or plan this one"
         raise _other(text, model, do)
 

@@ -45,8 +45,8 @@ def run(options: argparse.Namespace) -> None:
     if not 0 < limit < math.inf:
         do = "give a positive number of seconds"
         raise UsageError(f"the time limit is {limit:g} s", at="--time-limit", do=do)
+    from .files import check_writable, write_text
     from .iopddl import read_iopddl
-    from .plan import check_writable, write_text
     from .progress_line import ProgressLine
     from .solver.solve_timed import solve_timed
 

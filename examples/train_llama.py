@@ -57,9 +57,9 @@ def batches() -> Iterator[tuple[Tensor, Tensor]]:
         yield rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
-def train(plan: Plan, model: nn.Module, steps: int) -> list[float]:
+def train(plan: Plan, model: nn.Module, steps: int, *, compile: bool = False) -> list[float]:
     """The loss of every step, the same on every rank."""
-    parallel = plan.apply(model)
+    parallel = plan.apply(model, compile=compile)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=3e-3)
     losses = []
     for _, (tokens, labels) in zip(range(steps), batches(), strict=False):
@@ -78,12 +78,14 @@ def main() -> None:
     parser.add_argument("--recipe", help="tensorwise, rowwise, rowwise_with_gw_hp or mxfp8")
     parser.add_argument("--scale-scope", default="local")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--compile", action="store_true", help="let Inductor compile forward and backward")
     options = parser.parse_args()
     world = int(os.environ.get("WORLD_SIZE", "1"))  # of torchrun; apply looks too, but planning comes first here
     if parse_mesh(options.mesh).num_devices != world:
         parser.error(f"--mesh {options.mesh} has {parse_mesh(options.mesh).num_devices} ranks, and {world} run")
     model = small_llama()
-    losses = train(planned(model, options.mesh, options.recipe, scale_scope=options.scale_scope), model, options.steps)
+    plan = planned(model, options.mesh, options.recipe, scale_scope=options.scale_scope)
+    losses = train(plan, model, options.steps, compile=options.compile)
     if torch.distributed.get_rank() == 0:
         for step, loss in enumerate(losses):
             print(f"step {step:3}  loss {loss:.4f}")

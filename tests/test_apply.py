@@ -62,9 +62,10 @@ class TestNumbers:
         assert len({axis for _, axis in moved}) == 2 ** len(mesh.split(",")) - 1
         for key, plan in plans.items():
             wanted = simulated(plan, model, batch)
-            assert error(found[0][key]["output"], list(wanted["output"].values())) == 0.0, key
+            most = 0.0 if num_ranks == 2 else SUMS
+            assert error(found[0][key]["output"], list(wanted["output"].values())) <= most, key
             assert found[0][key]["gradient"].keys() == wanted["gradient"].keys(), key
-            assert error(found[0][key]["gradient"], wanted["gradient"]) <= (0.0 if num_ranks == 2 else SUMS), key
+            assert error(found[0][key]["gradient"], wanted["gradient"]) <= most, key
 
     def test_no_recipe_is_the_plain_model(self) -> None:
         """On a mesh, and on one process that nobody started others for."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import runpy
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -22,6 +24,7 @@ from fork_ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from autoparallel_fp8 import ApplyError, Plan, UsageError
 from autoparallel_fp8.process_groups import ProcessGroups
@@ -121,6 +124,69 @@ class TestArguments:
         assert found[0][11].startswith("the inputs do not fit the model's forward: too many positional arguments")
         assert all(found[0][i].endswith("\n  do: call it as the model is called") for i in (5, 11))
         assert found[0][5].startswith("the inputs do not fit the model's forward: got an unexpected keyword argument")
+
+    def test_indices_that_no_table_has(self) -> None:
+        """A rank with a part of the vocabulary would take such an index for another rank's, and count on."""
+        x, targets = BATCH
+        plan, none_counted = planned("dp=2"), torch.full_like(targets, -100)
+        none_counted[:, 0] = 0
+
+        def run(rank: int) -> list[str]:
+            parallel, never = plan.apply(lm()), plan.apply(lm(), check_inputs="never")
+            wrong = torch.where(x == x[-1, -1], LM.vocab, x)
+            calls: list[Callable[[], Any]] = [
+                lambda: parallel(wrong, targets),
+                lambda: parallel(x, wrong),
+                lambda: parallel(x, targets - LM.vocab),
+                lambda: parallel(*parallel.shard_inputs((x, wrong))) if rank else parallel(x, wrong),
+            ]
+            found = [message(call, UsageError) for call in calls]
+            assert bool(parallel(x, none_counted).isfinite()) and bool(never(x, wrong).isfinite())
+            return found
+
+        found = run_ranks(2, run)
+        do = "make the model's vocabulary as large as the tokenizer's, or mend the data"
+        end = f"\n  at: RandomModel.forward\n  do: {do}"
+        counts = f"the cross-entropy takes 0 to {LM.vocab - 1}, and -100 for what is not counted{end}"
+        assert found[0] == found[1]
+        assert re.match(f"x has {LM.vocab}, and .*embed.* takes 0 to {LM.vocab - 1}{end}", found[0][0])
+        assert found[0][1] == found[0][3] == f"targets has {LM.vocab}, and {counts}"
+        assert re.match(rf"targets has -\d+, and {counts}", found[0][2])
+
+    def test_what_is_done_around_a_parallel_model(self) -> None:
+        """Wrappers and contexts that would change what the plan says, or take it for a plain module."""
+
+        def run(rank: int) -> list[str]:
+            parallel = planned("dp=1").apply(lm())
+
+            def under_autocast() -> Any:
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    return parallel(*BATCH)
+
+            calls: list[Callable[[], Any]] = [
+                under_autocast,
+                lambda: parallel(BATCH[0].to("meta"), BATCH[1]),
+                lambda: planned("dp=1").apply(parallel),
+                lambda: torch.save(parallel, io.BytesIO()),
+                lambda: DistributedDataParallel(parallel),
+            ]
+            told = [message(call, UsageError) for call in calls]
+            assert len(parallel.get_submodule("blocks")) == 1  # type: ignore[arg-type]
+            copied = deepcopy(parallel)
+            for parameter in copied.parameters():
+                parameter.data.zero_()
+            assert not torch.equal(copied(*BATCH).to_local(), parallel(*BATCH).to_local())
+            del parallel.get_submodule("embed").weight
+            return [*told, message(lambda: parallel(*BATCH), UsageError)]
+
+        assert [text.partition("\n")[0] for text in run_ranks(1, run)[0]] == [
+            "autocast is on, and the plan says in which dtype each op runs",
+            "x is on the meta device and has no values",
+            "the model is a parallel one already, which a plan was applied to",
+            "a parallel model holds process groups, which cannot be pickled",
+            "DistributedDataParallel around a parallel model: its plan reduces gradients itself",
+            "parameter embed.weight is gone",
+        ]
 
     @pytest.mark.parametrize(
         ("options", "text"),
@@ -273,6 +339,7 @@ class TestRanks:
         """While the others compare plans."""
 
         def run(rank: int) -> str:
+            dist.barrier()  # both have the group
             if rank == 1:
                 os._exit(7)
             return message(lambda: planned().apply(lm()), ApplyError)

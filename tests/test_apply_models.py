@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +38,41 @@ def test_another_one_than_planned() -> None:
         f"the model has no buffer blocks.0.attention.frequencies{do}",
         f"blocks.0.mlp.up.weight requires a gradient, and was planned frozen{do}",
     ]
+
+
+def test_the_planned_object_itself_after_a_change() -> None:
+    """It is captured again where an attribute, a hook, a class or a config is not what it was; tensors may change."""
+
+    class Doubled(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    x, hooks = torch.randn(8, 16), []
+    changes: list[tuple[Callable[[nn.Module], Any], str]] = [
+        (lambda m: setattr(m, "eps", 0.5), "is called with 0.5, and was planned with 0.001"),
+        (lambda m: setattr(m, "act", torch.relu), "is aten.relu.default, and was planned as aten.tanh.default"),
+        (lambda m: m.register_forward_hook(lambda *_: _[2] * 2), "mul is aten.mul.Tensor, and"),
+        (
+            lambda m: m.layers[0].register_forward_pre_hook(lambda _, args: (args[0] * 2,)),
+            "mul is aten.mul.Tensor, and",
+        ),
+        (lambda m: setattr(m, "__class__", Doubled), "mul is aten.mul.Tensor, and"),
+        (lambda m: setattr(m.layers[1], "weight", m.layers[0].weight), "are one tensor, and were planned as two"),
+    ]
+    for change, says in changes:
+        model = Stack()
+        plan = plan_of(model, "dp=1", x)
+        hooks.append(change(model))
+        text = message(lambda p=plan, m=model: run_alone(p, m), PlanError)
+        assert re.search(says, text), text
+        assert text.endswith("do: it was changed after planning: change it back, or plan it again")
+    model = Stack()
+    plan = plan_of(model, "dp=1", x)
+    model.layers[0].weight.data.normal_()
+    model.note = ["of no consequence"]
+    assert plan.live.planner.is_as_captured() is False and run_alone(plan, model) is not None
+    del model.note
+    assert plan.live.planner.is_as_captured()
 
 
 def test_one_that_computes_otherwise() -> None:

@@ -14,10 +14,10 @@ ROOT = Path(__file__).resolve().parent.parent
 # One row a stage, in the order of the pipeline; a file may import from its own row and those above it. A file that
 # needs more than its folder's row allows has one of its own, "folder.file".
 STAGES = [
-    ["errors", "cores"],
+    ["errors", "cores", "files"],
     ["graph", "mesh", "problem", "timed", "plan_text"],
     ["layout", "parts", "indices", "mesh_candidates", "workers"],
-    ["ops", "garbage", "modules", "quiet", "progress", "progress_line"],
+    ["ops", "garbage", "modules", "module_state", "quiet", "progress", "progress_line"],
     ["iopddl"],
     ["integrations", "recipes", "models", "capture"],
     ["rules"],
@@ -48,7 +48,7 @@ STAGES = [
     ["reread"],
     ["placements", "materialize"],
     ["same_ranks", "same_model"],
-    ["process_groups", "local_inputs", "held_tensors", "module_tree", "compiled", "runner", "same_inputs"],
+    ["process_groups", "local_inputs", "held_tensors", "module_tree", "compiled", "runner", "same_inputs", "in_range"],
     ["parallel_module"],
     ["simulate", "simulate_plan", "reference", "inputs", "input_text"],
     ["verify", "settings", "infeasible", "same_choices"],
@@ -56,7 +56,7 @@ STAGES = [
     ["api"],
     ["restore", "mesh_search"],
     ["apply"],
-    ["plan_argument", "solve_command"],
+    ["plan_argument", "solve_command", "cli_options"],
     ["cli", "operand_text"],
     ["__main__"],
 ]

@@ -148,6 +148,11 @@ def test_a_long_answer_is_cut_short_and_says_so(capsys: pytest.CaptureFixture[st
 
 
 WRONG = {
+    "no such file": (
+        ["verify", "nothere.json"],
+        2,
+        "there is no file nothere.json\n  at: MODEL\n  do: name",
+    ),
     "unknown preset": (["plan", "llama3-9b"], 2, "no preset is called 'llama3-9b'"),
     "unknown device": (["plan", "factories:small", "--device", "H1000"], 2, 'no device profile is named "H1000"'),
     "unknown recipe": (["plan", "factories:small", "--device", "H100", "--recipe", "int4"], 2, "recipe is 'int4'"),

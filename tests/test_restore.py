@@ -196,7 +196,7 @@ class TestAnotherGraph:
         found = restore(replace(loaded, nodes=tuple(nodes)), llama())
         name = re.escape(loaded.nodes[at].name)
         wanted = (
-            rf"the file's layouts are no options here \({name} .* -> \[P\(max\), P\(max\)\]\): it was edited, or rules"
+            rf"the file's layouts are no options here \({name} .* -> \[P\(max\), P\(max\)\]\): rules are others than"
         )
         assert re.match(wanted, found.notes[-1])
 

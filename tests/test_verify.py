@@ -64,14 +64,15 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize("recipe", [None, "tensorwise"])
-def test_what_is_nothing_but_rounding_is_no_error(recipe: str | None) -> None:
-    """The bound of each tensor follows how much its last bits say."""
+def test_what_is_nothing_but_rounding_is_no_error(recipe: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound of each tensor follows how much its last bits say; found here whatever a processor's sums leave."""
     inputs = (torch.empty(4, 16, 32, device="meta"),)
     plan = AutoParallel(Attention(), "dp=2,tp=2", inputs=inputs, recipe=recipe, device="H100")
-    result = plan.add_parameter_memory_constraint().optimize().verify()
-    assert result.is_ok, str(result)
-    bounds = {one.name: one.bound for one in result.compared}
-    assert bounds["k.bias"] > 1e-3 and bounds["q.weight"] == bounds["k.weight"] == BOUND
+    made = plan.add_parameter_memory_constraint().optimize()
+    assert made.verify().is_ok
+    monkeypatch.setattr("autoparallel_fp8.verify.BOUND", -1.0)
+    bounds = {one.name: one.bound for one in made.verify().compared}
+    assert bounds["k.bias"] > 1e-3 and 0 < max(bounds["q.weight"], bounds["k.weight"]) < BOUND
 
 
 def last_first(given: list[Tensor], made: list[Tensor]) -> list[Tensor]:

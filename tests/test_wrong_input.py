@@ -226,6 +226,18 @@ def test_a_parameter_that_was_edited(plan_data: dict[str, Any], change: dict[str
     assert caught.value.do == "the file was edited: plan again, and ask for a layout with pin(name, placement)"
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("objective_us", 1.0), ("mesh", {"dp": 4}), ("recipe", "rowwise"), ("notes", ["mine"])]
+)
+def test_a_file_that_was_changed_since(plan_data: dict[str, Any], name: str, value: Any) -> None:
+    """Said at once, and kept with the plan; another order or spaces are no change."""
+    assert Plan.from_data(dict(reversed(plan_data.items()))).notes == tuple(plan_data["notes"])
+    with pytest.warns(UserWarning, match="the plan file was changed after it was saved"):
+        plan = Plan.from_data({**plan_data, name: value}, "plan.json")
+    assert plan.notes[-1].startswith("the plan file was changed after it was saved")
+    assert Plan.from_data(json.loads(plan.to_json())) == plan
+
+
 def test_a_file_that_cannot_be_read(tmp_path: Path, plan_data: dict[str, Any]) -> None:
     """No file, half a file: what to do is said."""
     half = tmp_path / "half.json"
